@@ -178,15 +178,16 @@ class CommandHelp(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        from gemini.cli.app import COMMANDS
-        from gemini.jobs.options import options
+        from dataclasses import fields
+
+        from gemini.cli import COMMANDS
 
         command = COMMANDS[self.arguments[0]]
         found: list[nodes.Node] = [nodes.paragraph("", "", *_words(command.about), support_smartquotes=False)]
         groups: dict[str, list[Any]] = {}
-        for name, (declared, kind) in options(command.record).items() if command.record else ():
-            group = "Arguments" if "argument" in declared.metadata else declared.metadata["group"] or "Options"
-            groups.setdefault(group, []).append(_row(name, declared, str(kind)))
+        for option in fields(command.record) if command.record else ():
+            group = "Arguments" if "metavar" in option.metadata else option.metadata["group"] or "Options"
+            groups.setdefault(group, []).append(_row(option))
         for title, rows in groups.items():
             found += [nodes.rubric("", title), _table({"option": 28, "default": 14, "": 58}, rows)]
         return found
@@ -255,15 +256,16 @@ def _rules() -> Iterator[list[nodes.Node]]:
         ]
 
 
-def _row(name: str, declared: Any, kind: str) -> list[nodes.Node]:
+def _row(option: Any) -> list[nodes.Node]:
     kinds = {"bool": "", "Path": " PATH", "str": " TEXT", "int": " INT"}
-    given = next(words for known, words in kinds.items() if known in kind)
-    default, is_argument = declared.default, "argument" in declared.metadata
-    shown = default not in (None, (), False) and not is_argument
+    given = next(words for known, words in kinds.items() if known in option.type)
+    is_argument, choices = "metavar" in option.metadata, option.metadata.get("choices", ())
+    shown = option.default not in (None, (), False) and not is_argument
+    words = option.metadata["words"] + (f" ({', '.join(choices)})" if choices else "")
     return [
-        nodes.literal("", f"{name.upper() if is_argument else '--' + name.replace('_', '-')}{given}"),
-        nodes.literal("", f"{default}") if shown else nodes.Text(""),
-        *_words(declared.metadata["words"]),
+        nodes.literal("", f"{option.name.upper() if is_argument else '--' + option.name.replace('_', '-')}{given}"),
+        nodes.literal("", f"{option.default}") if shown else nodes.Text(""),
+        *_words(words),
     ]
 
 

@@ -1,16 +1,88 @@
-"""The command line ``gemini``: options in, jobs out. Nothing heavy is imported before a command needs it.
+"""The command line ``gemini``: words in, jobs out, and how a refused request ends.
 
-``app`` is all of it: what the commands are, and how they end.
+A command is a function of a record of ``gemini.jobs.settings``; its options are the fields of that record. The commands
+that train have TRL's options instead, read by TRL's own parser. Nothing heavy is imported before a command needs it.
+A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own failed or another
+process of it was lost, 130 that it was stopped by Ctrl-C. A traceback is always a bug. Of several processes (torchrun)
+one says what all of them have to say.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from gemini.cli.app import app as app
+from rich.console import Console
+
+from gemini.errors import GeminiError, RankLost
+from gemini.jobs import settings
+from gemini.jobs.errors import BROKEN, REFUSED, JobError, SaidByRanks
+from gemini.ranks import launch
+from gemini.version import __version__
 
 _SPINS = "1000"
 """How often torch's threads look for work before they sleep (docs/decisions/2026-11-24-threads-that-wait.md)."""
+
+
+class Command(NamedTuple):
+    """What a command does, the record of its options (None: TRL's), and the module of its job, whose function has the
+    command's name. It is imported when it is asked for, since torch takes seconds.
+    """
+
+    about: str
+    record: type | None = None
+    module: str = "train"
+
+
+_TRAINERS = {
+    "train": "Finetune or pretrain on text, prompts or chats: `gemini sft`, for short.",
+    "sft": "Finetune or pretrain a language model on text, prompts or chats.",
+    "dpo": "Train on pairs of a better and a worse answer.",
+    "kto": "Train on answers that are good or bad.",
+    "reward": "Train a model that says which of two answers is better.",
+    "grpo": "Train on what a reward says of groups of the model's own answers.",
+    "rloo": "The same with a baseline of the other answers of a group.",
+}
+_TRL = "TRL's trainer, options and YAML (--config) in the memory given. Ctrl-C saves a checkpoint."
+COMMANDS = {
+    "trace": Command(
+        "Trace a step of a model ahead of time: its memory beside params and its work. Needs no weights and no GPU.",
+        settings.TraceSettings,
+        "trace",
+    ),
+    "plan": Command(
+        "Does it fit, how fast will it be, what should be changed: from a config alone. Exit code 2 if it does not "
+        "fit, 3 if it fits in more memory than the machine has that was named. For example: "
+        "gemini plan config.json --gpu 24GiB --cpu 64GiB --nvme 1TB --machine rtx4090",
+        settings.PlanSettings,
+        "plan",
+    ),
+    "machines": Command(
+        "List the machines that --machine knows by name; their figures are data sheets' peaks, each with its source.",
+        settings.Record,
+        "trace",
+    ),
+    "simulate": Command(
+        "Play a plan on a machine: how long a step takes, what waits for what, what moves and what every tier holds.",
+        settings.SimulateSettings,
+        "trace",
+    ),
+    "doctor": Command(
+        "Say what this machine offers: versions, processors, native kernels, memory, disks; --measure how fast it is; "
+        "or what is in a durable STORE, and whether it is whole.",
+        settings.DoctorSettings,
+        "doctor",
+    ),
+    **{name: Command(f"{about} {_TRL}") for name, about in _TRAINERS.items()},
+    "demo": Command(
+        "Train a GPT-2-shaped model on Python's own library in less memory than it needs, and check the result.",
+        settings.DemoSettings,
+        "demo",
+    ),
+}
 
 
 def main() -> int:
@@ -18,3 +90,54 @@ def main() -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # libgomp reads it once, when torch is imported
     return app()
+
+
+def app(words: Sequence[str] | None = None) -> int:
+    """Run the command of ``words`` (of the process's own, if None), say what it refuses, and return its exit code."""
+    name, *rest = (sys.argv[1:] if words is None else words) or [""]
+    try:
+        return _run(name, rest)
+    except GeminiError as e:
+        return _say(str(e), e, getattr(e, "exit_code", BROKEN if isinstance(e, RankLost) else REFUSED))
+    except ImportError as e:
+        if e.name not in ("transformers", "accelerate", "datasets", "trl", "yaml"):
+            raise
+        needed = f"this command needs {e.name}, an optional package: pip install '.[train]' in Gemini's folder"
+        return _say(needed, e, REFUSED)
+    except KeyboardInterrupt as e:
+        return _say("stopped; what was not saved is gone", e, 130)
+
+
+def _run(name: str, words: list[str]) -> int:
+    if name == "--version":
+        print(f"gemini {__version__}")
+        return 0
+    if name in ("", "-h", "--help"):
+        print("Usage: gemini COMMAND [OPTIONS]\n")
+        print("Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe.\n")
+        print(*(f"  {known:<10}{command.about.partition('. ')[0]}" for known, command in COMMANDS.items()), sep="\n")
+        print("\n`gemini COMMAND --help` lists its options; `gemini --version` says the version.")
+        return 0 if name else REFUSED
+    if name not in COMMANDS:
+        raise JobError(f"No such command: {name}. There are {', '.join(COMMANDS)}.")
+    about, record, module = COMMANDS[name]
+    console = Console(markup=False, highlight=False, soft_wrap=True)  # text as it is, colours on a terminal alone
+    if record is None:
+        if not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars are for those who look on
+        from gemini.jobs.train import train
+
+        return train("sft" if name == "train" else name, words, console)
+    parser = settings.RecordParser(name, about, record)
+    if {"-h", "--help"} & {*words}:
+        parser.print_help()
+        return 0
+    asked = parser.read(words)
+    return int(getattr(importlib.import_module(f"gemini.jobs.{module}"), name)(asked, console))
+
+
+def _say(words: str, cause: BaseException, code: int) -> int:
+    """Say why it ends, unless another process does."""
+    if words and (launch.speaks() or isinstance(cause, SaidByRanks)):
+        print(f"gemini: {words}", file=sys.stderr)
+    return code

@@ -20,20 +20,17 @@ from gemini.integrations.huggingface_save import check_resumable, last_whole, ne
 from gemini.jobs.errors import JobError, refusing
 from gemini.memory.durable.folder import has_commit
 
-_BYTES_PER_PARAM, _BYTES_PER_TRAINED = 2, 12
-"""In a checkpoint: weights as a model, and what training goes on from."""
-
 _NEWEST = ("auto", "True", "true")
 """Values of --resume_from_checkpoint that are no folder."""
 
 
 def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path | None:
-    """The checkpoint to start from, or None to start anew. ``resume``: its folder; "auto" or "True" for the newest one,
-    of which the latter must be there. ``store``: the folder of the run's durable store.
+    """The checkpoint to start from, or None to start anew; a JobError if the one named is not there, or starting anew
+    would mix with what is in ``out`` or ``store``.
 
-    Raises:
-        JobError: if the one named is not there, or starting anew would mix with what is in ``out`` or ``store``.
-        StorageError: for a store that another run uses.
+    Args:
+        resume: its folder; "auto" or "True" for the newest one, of which the latter must be there.
+        store: the folder of the run's durable store.
     """
     kept = None if store is None or not has_commit(store) else committed(store)
     is_own = kept is not None and kept.run == os.path.realpath(out)
@@ -47,8 +44,7 @@ def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path 
         found = newest(str(out), store)
         if found is None and resume != "auto":
             raise JobError(
-                f"--resume_from_checkpoint {resume}: {out} has no checkpoint. Give another --output_dir or the "
-                "checkpoint itself; with auto a run starts anew where there is none."
+                f"--resume_from_checkpoint {resume}: {out} has no checkpoint; with auto it would start anew."
             )
         return None if found is None else Path(found)
     if resume is None:
@@ -79,11 +75,7 @@ def prepare_out(out: Path) -> None:
 
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """Around a run: no other one may write into its folder. The claim ends with the process, however that ends.
-
-    Raises:
-        JobError: if another run is in there, and as :func:`prepare_out`.
-    """
+    """Around a run: no other one may write into its folder. The claim ends with the process, however that ends."""
     prepare_out(out)
     folder = os.open(out, os.O_RDONLY)
     try:
@@ -98,16 +90,11 @@ def claimed(out: Path) -> Iterator[None]:
 
 
 def check_room(out: Path, params: int, trained: int, keep: int) -> None:
-    """Refuse a run whose checkpoints the drive has no room for; one more than is kept exists while it is written.
-
-    Raises:
-        JobError: with the numbers.
-    """
-    checkpoint = _BYTES_PER_PARAM * params + _BYTES_PER_TRAINED * trained
+    """Refuse a run whose checkpoints the drive has no room for; one more than is kept exists while it is written."""
+    checkpoint = 2 * params + 12 * trained  # weights as a model, and what training goes on from
     free, needed = shutil.disk_usage(out).free, checkpoint * (keep + 1)
     if needed > free:
         raise JobError(
             f"--output_dir {out} has {human_bytes(free)} free, and {keep + 1} checkpoints of {human_bytes(checkpoint)} "
-            f"take {human_bytes(needed)} (--save_total_limit {keep}, and the one that is written). Choose another "
-            "drive, a smaller --save_total_limit, or --save_strategy no for none."
+            f"take {human_bytes(needed)}. Choose another drive, a smaller --save_total_limit, or --save_strategy no."
         )

@@ -64,7 +64,7 @@ def demo(asked: DemoSettings, console: Console) -> int:
             "seed": asked.seed,
         }
         given = Parser("sft").read([word for name, value in words.items() for word in (f"--{name}", str(value))])
-        run = Run("sft", options_of(given), console, Team())
+        run = Run(options_of(given), console, Team())
         first = _mean_loss(run.model, held_out.to(run.options.args.device))
         if (code := run.go("gemini demo")) == 130:
             return code

@@ -19,9 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -29,15 +27,16 @@ from rich.console import Console
 
 from gemini import kernels
 from gemini.errors import GeminiError, StorageError, counted, human_bytes
-from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
+from gemini.jobs.screen import WIDEST, human_count, write_file
 from gemini.jobs.settings import DoctorSettings
 from gemini.machines.measure import measure
+from gemini.memory import nvme
 from gemini.memory.devices.cuda import prefer_expandable_segments
 from gemini.memory.durable.folder import holder, is_store, last_commit, stores
 from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
-from gemini.train.checkpoint.durable import Stored, open_store
+from gemini.train.checkpoint.durable import open_store
 from gemini.train.checkpoint.plain_data import decode
 
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
@@ -50,33 +49,34 @@ def doctor(asked: DoctorSettings, console: Console) -> int:
     """
     if not launch.speaks():
         return 0
-    check_file("--json", asked.json)
-    exit_code = 0
-    for section in _sections(asked, min(console.width, WIDEST)):
-        console.print(section.title, style="bold")
-        for line in section.lines:
-            console.print(f"  {line}")
-        if section.is_refusal:
-            exit_code = 1
-    return exit_code
 
+    def show(title: str, lines: Iterable[str]) -> bool:
+        """A section, whose lines are printed as they are found; whether it came to its end."""
+        console.print(title, style="bold")
+        try:
+            for line in lines:
+                console.print(f"  {line}")
+        except (GeminiError, OSError) as e:
+            console.print("Problems", style="bold")
+            console.print(f"  {e}")
+            return False
+        return True
 
-def _sections(asked: DoctorSettings, width: int) -> Iterator[Section]:
     if asked.store is not None:
-        yield from store_report(asked.store)
-        return
-    yield Section("Versions", _versions())
-    yield Section("CPU", _cpu())
-    yield Section("Native kernels", str(kernels.capabilities()).splitlines())
-    yield Section("Memory", _memory())
-    yield Section("GPU", _gpus())
-    usable = True
-    for path in asked.nvme_path or (None,):
-        for section in chain([_nvme(path)], store_report(path) if path is not None and is_store(path) else ()):
-            yield section  # whose lines are read before the next one is made
-            usable = usable and not section.is_refusal
+        return 0 if show("Durable store", _store(asked.store)) else 1
+    show("Versions", _versions())
+    show("CPU", _cpu())
+    show("Native kernels", str(kernels.capabilities()).splitlines())
+    show("Memory", _memory())
+    show("GPU", _gpus())
+    usable = bool(asked.nvme_path) or show("NVMe", ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"])
+    for path in asked.nvme_path:
+        usable = show("NVMe", _nvme(path)) and usable
+        if is_store(path):
+            usable = show("Durable store", _store(path)) and usable
     if asked.measure and usable:
-        yield Section("Measured", _figures(asked, width))
+        usable = show("Measured", _figures(asked, min(console.width, WIDEST)))
+    return 0 if usable else 1
 
 
 def _versions() -> Iterator[str]:
@@ -143,15 +143,8 @@ def _gpus() -> Iterator[str]:
         yield "there is no nvidia-smi, which comes with NVIDIA's driver"
 
 
-def _nvme(path: Path | None) -> Section:
-    from gemini.memory import nvme
-
-    if path is None:
-        return Section("NVMe", ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"])
-    try:
-        return Section("NVMe", str(nvme.probe(path)).splitlines())
-    except (GeminiError, OSError) as e:
-        return Section("NVMe", [str(e)], is_refusal=True)
+def _nvme(path: Path) -> Iterator[str]:
+    yield from str(nvme.probe(path)).splitlines()
 
 
 # ---- how fast the machine is -----------------------------------------------------------------------------------------
@@ -165,11 +158,11 @@ def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
     written to ``--json``.
     """
     load, nvme_path, today = os.getloadavg()[0], next(iter(asked.nvme_path), None), datetime.date.today()
-    sides = -max(map(len, FIGURES)), 14
+    width_of_keys = max(map(len, FIGURES))
     figures: dict[str, Figure] = {}
     for key, figure in measure(nvme_path):
         figures[key] = figure
-        begin = row(sides, key, human_figure(key, figure.value)) + "  "
+        begin = f"{key:<{width_of_keys}}{human_figure(key, figure.value):>14}  "
         source = figure.source.removeprefix(f"measured {today}, ").removeprefix(f"asked {today}, ")
         yield from textwrap.wrap(begin + source, width - 2, subsequent_indent=" " * len(begin), break_on_hyphens=False)
     if load > (cores := kernels.get_num_threads()) * _BUSY:
@@ -187,34 +180,12 @@ def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
 # ---- what is in a durable store --------------------------------------------------------------------------------------
 
 
-class Section(NamedTuple):
-    """A part of what ``gemini doctor`` says; lines may be found while they are read. A refusal is exit code 1."""
-
-    title: str
-    lines: Iterable[str]
-    is_refusal: bool = False
-
-
-def store_report(directory: Path) -> Iterator[Section]:
-    """What would be resumed from a store, and whether all of it is what was written; a refusal if it is not."""
+def _store(directory: Path) -> Iterator[str]:
+    """What would be resumed from a store, and whether all of it is what was written; a StorageError if it is not."""
     if not is_store(directory):
         what = "has no folder store-0001" if directory.is_dir() else "is not a folder"
-        words = f"{directory} is no durable store: it {what}. Give the nvme_path of a run"
-        yield Section("Problems", [words], is_refusal=True)
-        return
-    damaged: list[str] = []
-    try:
-        stored = open_store(directory)
-        yield Section("Durable store", [*_resumed(directory, stored)])
-        yield Section("Check", _check(directory, stored, damaged))
-    except (StorageError, OSError) as e:
-        damaged.append(str(e))
-    if damaged:
-        yield Section("Problems", damaged, is_refusal=True)
-
-
-def _resumed(directory: Path, stored: Stored) -> Iterator[str]:
-    """Its user, its last commit, and how to go on from that."""
+        raise StorageError(f"{directory} is no durable store: it {what}. Give the nvme_path of a run")
+    stored = open_store(directory)
     manifest, (record, *_) = stored.manifest, stored.commit.records
     yield f"{directory.resolve()}, in use by {holder(directory) or 'nobody'}"
     if len(found := [store.name for store in stores(directory)]) > 1:
@@ -227,7 +198,8 @@ def _resumed(directory: Path, stored: Stored) -> Iterator[str]:
     numel = human_count(sum(math.prod(param.shape) for param in manifest.params.values()))
     compact = "" if manifest.rule.exact is None else ", compact states"
     yield f"{len(steps)} params, {numel} elements, {manifest.precision}, rule {manifest.rule.name}{compact}"
-    yield f"{human_bytes(2 * _num_bytes(stored))} on the drive, each state twice; format version {record.version}"
+    num_bytes = sum(size for file in stored.opened.values() for _, _, size in file.slots.values())
+    yield f"{human_bytes(2 * num_bytes)} on the drive, each state twice; format version {record.version}"
     extra = decode(manifest.extra, stored.values)
     store = stored.commit.folder.parent
     if isinstance(extra, dict) and {"global_step", "run"} <= extra.keys():
@@ -235,22 +207,13 @@ def _resumed(directory: Path, stored: Stored) -> Iterator[str]:
         yield f"gemini sft --resume_from_checkpoint {store}"
     else:
         yield f"by gemini.load_checkpoint({str(store)!r}, ...)"
-
-
-def _num_bytes(stored: Stored) -> int:
-    return sum(size for file in stored.opened.values() for _, _, size in file.slots.values())
-
-
-def _check(directory: Path, stored: Stored, damaged: list[str]) -> Iterator[str]:
-    """Read everything that is committed, and say how that goes; what is damaged comes to the problems."""
-    yield f"reading {human_bytes(_num_bytes(stored))}"
-    found = [words for file in stored.opened.values() for words in file.damage()]
+    yield f"reading {human_bytes(num_bytes)}"
+    damaged = [words for file in stored.opened.values() for words in file.damage()]
     now = last_commit(directory)
-    if not found:
+    if not damaged:
         is_old = min(record.version for record in stored.commit.records) == 1
         yield "it can be read; version 1 has no checksums of it" if is_old else "all of it is what was written"
     elif (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
         yield "the run has overwritten it since. Ask again when the run has ended"
     else:
-        yield f"{len(found)} damaged"
-        damaged += found
+        raise StorageError("\n  ".join((f"{len(damaged)} damaged", *damaged)))

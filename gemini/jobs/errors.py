@@ -23,9 +23,7 @@ class SaidByRanks(JobError):
 
 
 @contextmanager
-def refusing(
-    asked: str, hint: str = "", *, only: type[Exception] | tuple[type[Exception], ...] = Exception
-) -> Iterator[None]:
+def refusing(asked: str, hint: str = "") -> Iterator[None]:
     """Turn what another library trips over in the block, which comes from the files and options that it was given, into
     a ``JobError`` naming what was asked and its first cause, with a ``hint`` behind it.
 
@@ -35,15 +33,13 @@ def refusing(
         yield
     except (JobError, MemoryError):
         raise
-    except only as e:
+    except Exception as e:
         cause: BaseException = e
         while cause.__cause__ is not None and not isinstance(cause, GeminiError):
             cause = cause.__cause__
+        is_plain = isinstance(cause, GeminiError | ValueError | TypeError | OSError | ImportError)
         words = str(cause) if isinstance(cause, GeminiError) else " ".join(str(cause).split())[:400]
-        kind = (
-            ""
-            if isinstance(cause, GeminiError | ValueError | TypeError | OSError | ImportError)
-            else f"{type(cause).__name__}: "
-        )
         # Of a RuntimeError from a StopIteration contextlib thinks that Python has made it, and raises the latter.
-        raise JobError(f"{asked}: {kind}{words}{hint}") from (None if isinstance(e, StopIteration) else e)
+        raise JobError(f"{asked}: {'' if is_plain else f'{type(cause).__name__}: '}{words}{hint}") from (
+            None if isinstance(e, StopIteration) else e
+        )

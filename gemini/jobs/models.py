@@ -80,12 +80,8 @@ def find_config(
 
 
 def lora_on(rank: int) -> Callable[..., Any]:
-    """peft's ``get_peft_model`` for a LoRA of ``rank`` on all linear layers of any model.
-
-    Raises:
-        JobError: without peft.
-    """
-    with refusing(f"--lora {rank} needs peft, an optional package", ": pip install 'peft>=0.17'", only=ImportError):
+    """peft's ``get_peft_model`` for a LoRA of ``rank`` on all linear layers of any model."""
+    with refusing(f"--lora {rank} needs peft, an optional package", ": pip install 'peft>=0.17'"):
         import peft
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return partial(peft.get_peft_model, peft_config=config)

@@ -17,9 +17,9 @@ from rich.status import Status
 from gemini.errors import BudgetExceeded, GeminiError, MissingFigure, human_bytes
 from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.fastest import Choice, choose, chosen
-from gemini.jobs.plan_report import OverMesh, Report, describe, screen
+from gemini.jobs.plan_report import Report, describe, named, screen
 from gemini.jobs.planner import Way
-from gemini.jobs.screen import answer, check_files, progress
+from gemini.jobs.screen import answer, progress
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of
 from gemini.planning.break_even import played_break_even
@@ -41,15 +41,14 @@ class Answer(NamedTuple):
     """What is said, and what it was found with, if it fits."""
 
     report: Report
-    plan: Plan | None
-    timeline: Timeline | None
+    plan: Plan | None = None
+    timeline: Timeline | None = None
 
 
 def plan(settings: PlanSettings, console: Console) -> int:
     """Plan, write and say it; returns the exit code: 0 if it fits, 2 if it does not, 3 if it does in more memory than
     the machine has that was named.
     """
-    check_files(settings.out, settings.picture)
     if settings.config is not None:
         from gemini.jobs.models import find_config
 
@@ -60,75 +59,56 @@ def plan(settings: PlanSettings, console: Console) -> int:
             f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
         )
     with progress("tracing the step") as status:
-        found = _plan_over_mesh(way, status) if settings.mesh else _plan_whole(way, status)
-    answer(
-        settings,
-        console,
-        json=json.dumps(found.report, indent=1),
-        lines=screen(found.report),
-        value=None if found.plan is None else found.plan.to_json(),
-        timeline=found.timeline,
-    )
-    return REFUSED if not found.report["fits"] else BEYOND if found.report["beyond"] else 0
+        report, made, timeline = _plan_over_mesh(way, status) if settings.mesh else _plan_whole(way, status)
+    value = None if made is None else made.to_json()
+    answer(settings, console, screen(report), json=json.dumps(report, indent=1), value=value, timeline=timeline)
+    return REFUSED if not report["fits"] else BEYOND if report["beyond"] else 0
 
 
 def _plan_whole(way: Way, status: Status) -> Answer:
     """Of a model that ranks share as params alone."""
-    if way.settings.states == "compact" and way.trace().precision != "bf16":
-        raise JobError(
-            f"--states compact keeps bf16 weights, and --trace {way.settings.trace} is of {way.trace().precision}."
-        )
     choice: Choice | None = None
     if way.settings.micro_batch is not None or way.settings.fastest:
         way, choice = choose(way, status)
-    trace = way.trace()
+    trace, settings = way.trace(), way.settings
     status.update("choosing homes and moves ...")
-    made: Plan | None = None
-    refusal: BudgetExceeded | None = None
     try:
         made = way.plan()
     except BudgetExceeded as e:
-        refusal = e
-    planned = trace.forms[-1] if made is None else made.trace
-    timeline: Timeline | None = None
-    tokens_when_free: int | None = None
-    if made is not None and way.machine.hardware is not None:
-        status.update("simulating the step ...")
-        timeline = way.play(made)
-        tokens_when_free = played_break_even(made, way.play, timeline, serial=way.settings.schedule == "serial")
-    status.update("looking for what to change ...")
-    checkpointed = _checkpointed(way)
-    report = describe(
-        way.settings,
-        way.machine,
-        planned,
-        made,
-        timeline,
-        refusal=refusal,
-        tokens_when_free=tokens_when_free,
-        checkpointed=checkpointed,
-        whole_peak_bytes=None if planned.tile_tokens == trace.tile_tokens else trace.peak_bytes,
-        changes=tuple(_changes(way, planned, checkpointed, fits=made is not None)),
-    )
-    if choice is not None and made is not None:
-        report["fastest"] = chosen(choice, report)
-    if way.settings.alternatives:
-        rate = None if timeline is None else timeline.tokens_per_second
-        for other in _alternatives(way, made is not None, rate):
-            report["alternatives"].append(other)
-            status.update(f"planning what else it could do, {len(report['alternatives'])} of about 8 ...")
-    return Answer(report, made, timeline)
+        answer = Answer(describe(settings, way.machine, trace.forms[-1], refusal=e))
+        status.update("looking for what to change ...")
+        answer.report["changes"] += _changes(way)
+    else:
+        timeline = None
+        if way.machine.hardware is not None:
+            status.update("simulating the step ...")
+            timeline = way.play(made)
+        answer = Answer(describe(settings, way.machine, made.trace, made, timeline), made, timeline)
+        if timeline is not None:
+            free = played_break_even(made, way.play, timeline, serial=settings.schedule == "serial")
+            answer.report["step"]["break_even"] = free
+        if choice is not None:
+            answer.report["fastest"] = chosen(choice, answer.report)
+    if answer.report["tile_tokens"] != trace.tile_tokens:
+        answer.report["activations"]["whole_peak_bytes"] = trace.peak_bytes
+    if settings.alternatives:
+        for other in _alternatives(way, answer):
+            answer.report["alternatives"].append(other)
+            status.update(f"planning what else it could do, {len(answer.report['alternatives'])} of about 8 ...")
+    return answer
 
 
 # ---- what to change, and what else the machine could do --------------------------------------------------------------
 
 
-def _options(way: Way, *, fits: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _others(way: Way, *, fits: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Options that were not taken, their values, and what they do to what is computed; those first that change
     nothing or little of it. Some are of use only where the step does not fit.
     """
     settings, on_gpu, precision = way.settings, way.machine.compute is Tier.GPU, way.trace().precision
     sequences, is_traced_here = settings.batch_size or 1, settings.trace is None
+    if on_gpu and is_traced_here and not settings.gradient_checkpointing:
+        yield "--gradient-checkpointing", {"gradient_checkpointing": True}, "same bits"
     if not fits and on_gpu:
         if is_traced_here and sequences > 1:
             micro = {"batch_size": 1, "accumulate": sequences * settings.accumulate}
@@ -151,67 +131,33 @@ def _options(way: Way, *, fits: bool) -> Iterator[tuple[str, dict[str, Any], str
     yield f"--gpus {2 * settings.gpus}", {"gpus": 2 * settings.gpus}, "rounding"
 
 
-def _checkpointed(way: Way) -> MemoryTrace | None:
-    """The same step with gradient checkpointing, to compare with; None where it has it, or the model has none."""
-    if way.settings.config is None or way.settings.trace is not None or way.settings.gradient_checkpointing:
-        return None
-    try:
-        return way.trace(gradient_checkpointing=True)
-    except JobError:
-        return None
-
-
-def _changes(way: Way, trace: MemoryTrace, checkpointed: MemoryTrace | None, *, fits: bool) -> Iterator[str]:
-    """Changes of the step that make it fit, each found by placing again; or what would take off some memory."""
-    if checkpointed is not None and checkpointed.peak_bytes < 0.9 * trace.peak_bytes:
-        more = checkpointed.flops / trace.flops - 1 if trace.flops else 0.0
-        sizes = f"{human_bytes(checkpointed.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
-        words = f"--gradient-checkpointing: {sizes}, {more:.0%} more work"
-        if fits:
-            yield words
-        elif way.machine.compute is Tier.GPU:
-            still = way.refusal(checkpointed)
-            yield f"{words}; then {'it fits' if still is None else str(still).partition(' Cheapest change: ')[2]}"
-    for option, changes, result in () if fits else _options(way, fits=fits):
-        with suppress(JobError, GeminiError):  # a model without tiles, a machine without more GPUs
-            if way.changed(**changes).fits():
+def _changes(way: Way) -> Iterator[str]:
+    """Changes of a step that does not fit which make it fit, each found by placing again."""
+    for option, changes, result in _others(way, fits=False):
+        with suppress(GeminiError):  # a model without tiles, a machine without more GPUs
+            other = way.changed(**changes)
+            refusal = other.refusal(other.trace())
+            if refusal is None:
                 yield f"{option} ({result}): then it fits"
+            elif "gradient_checkpointing" in changes:
+                yield f"{option} ({result}): then {str(refusal).partition(' Cheapest change: ')[2]}"
 
 
-def _alternatives(way: Way, fits: bool, rate: float | None) -> Iterator[Report]:
-    """The step as asked; what leaves less beside params, until the step fits; then every other change beside that.
-
-    ``fits``, ``rate``: what is known of it as it was asked for.
-    """
-
-    def found(options: str, beside: str, fits: bool | None, rate: float | None, result: str) -> Report:
-        return {"options": options, "beside": beside, "fits": fits, "tokens_per_second": rate, "result": result}
-
-    yield found("as asked", "", fits, rate, "")
-    base, beside = way, ""
-    for option, smaller, result in _smaller(way, fits=fits):
-        outcome = smaller.outcome()
-        yield found(option, "", *outcome, result)
-        if outcome[0] and not fits:
-            fits, base, beside = True, smaller, option
-            break
-    for option, changes, result in _options(base, fits=fits):
+def _alternatives(way: Way, answer: Answer) -> Iterator[Report]:
+    """The step as asked; with checkpointing; then every other change, beside that where the step does not fit."""
+    fits, rate, beside, result = answer.plan is not None, None, "", ""
+    if answer.timeline is not None:
+        rate = answer.timeline.tokens_per_second
+    yield {"options": "as asked", "fits": fits, "tokens_per_second": rate, "result": result}
+    for option, changes, result in _others(way, fits=fits):
+        other = way.changed(**changes)
         try:
-            yield found(option, beside, *base.changed(**changes).outcome(), result)
+            does_fit, rate = other.outcome()
         except (JobError, MissingFigure) as e:
-            yield found(option, beside, None, None, str(e).partition(" (")[0])
-
-
-def _smaller(way: Way, *, fits: bool) -> Iterator[tuple[str, Way, str]]:
-    """Steps that leave less beside params, each less than the one before."""
-    if way.settings.trace is not None or way.machine.compute is not Tier.GPU:
-        return
-    options = ""
-    if not way.settings.gradient_checkpointing:
-        way, options = way.changed(gradient_checkpointing=True), "--gradient-checkpointing"
-        yield options, way, "same bits"
-    if way.settings.tile_tokens is None and way.settings.lora is None and not fits:
-        yield f"{options} --tile-tokens auto".lstrip(), way.changed(tile_tokens="auto"), "rounding"
+            does_fit, rate, result = None, None, str(e).partition(" (")[0]
+        yield {"options": f"{beside}{option}", "fits": does_fit, "tokens_per_second": rate, "result": result}
+        if "gradient_checkpointing" in changes and not fits and does_fit is not None:
+            way, beside = other, f"{option} "
 
 
 # ---- over a mesh -----------------------------------------------------------------------------------------------------
@@ -262,17 +208,53 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
         raise JobError(f"{over.words}: {unsuited}.") from unsuited
     if is_auto and found and found[0].sizes.pp > 2:  # to compare meshes it was played with two of its stages
         found[0] = over.play(found[0].sizes, found[0].micro_batches)
-    # Where it fits on none, the first one is told.
-    sizes = found[0].sizes if found else next(iter(refused))
-    trace = way.trace(tp=sizes.tp, cp=sizes.cp)
+    if not found:  # where it fits on none, the first one is told
+        sizes, refusal = next(iter(refused.items()))
+        trace = way.trace(tp=sizes.tp, cp=sizes.cp)
+        answer = Answer(describe(settings, way.machine, trace, refusal=refusal))
+    else:
+        best, sizes = found[0], found[0].sizes
+        trace, made, timeline = way.trace(tp=sizes.tp, cp=sizes.cp), best.slowest.plan, best.slowest.timeline
+        answer = Answer(describe(settings, way.machine, made.trace, made, timeline, best=best), made, timeline)
     samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
-    num_params = params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params
-    batch: dict[str, tuple[int, ...]] = {"input_ids": (samples, length * trace.context_parallel)}
-    mesh = OverMesh(sizes, num_params, batch, tuple(found[: RUNNERS_UP + 1]))
-    if not found:
-        return Answer(describe(settings, way.machine, trace, refusal=refused[sizes], mesh=mesh), None, None)
-    made, timeline = found[0].slowest.plan, found[0].slowest.timeline
-    return Answer(describe(settings, way.machine, made.trace, made, timeline, mesh=mesh), made, timeline)
+    answer.report["batch"] = {"input_ids": (samples, length * trace.context_parallel)}
+    answer.report["mesh"] = _told(way, sizes, found[: RUNNERS_UP + 1])
+    return answer
+
+
+def _told(way: Way, sizes: MeshSizes, found: list[MeshOutcome]) -> Report:
+    """What a report says of a mesh: of the best one that was found, or of the one on which the step does not fit."""
+    settings, best = way.settings, next(iter(found), None)
+    return {
+        "mesh": str(sizes),
+        "ranks": sizes.ranks,
+        "num_params": params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params,
+        "order": best.order if best else "",
+        "micro_batches": best.micro_batches if best else settings.accumulate,
+        "stages": [
+            {
+                "first_block": stage.blocks[0],
+                "stop_block": stage.blocks[1],
+                "num_params": stage.plan.trace.num_params,
+                "held": named(stage.plan.bytes_per_tier),
+                "seconds": stage.timeline.step_seconds,
+            }
+            for stage in (best.stages if best and sizes.pp > 1 else ())
+        ],
+        "bubble": best.bubble if best else 0.0,
+        "sent": dict(best.sent) if best else {},
+        "runners_up": [
+            {
+                "mesh": str(other.sizes),
+                "order": other.order,
+                "micro_batches": other.micro_batches,
+                "tokens_per_second": other.tokens_per_second,
+                "compute_bytes": max(s.plan.bytes_per_tier.get(way.machine.compute, 0) for s in other.stages),
+            }
+            for other in found[1:]
+        ],
+        "chosen": best is not None and bool(settings.parallel),
+    }
 
 
 class _OverMesh:
@@ -292,11 +274,7 @@ class _OverMesh:
         self.words = "--parallel auto" if settings.parallel else asked
 
     def asked(self) -> MeshCandidate:
-        """The mesh that was asked for.
-
-        Raises:
-            JobError: if it does not go with the model.
-        """
+        """The mesh that was asked for; a JobError if it does not go with the model."""
         settings = self._settings
         own = settings.pp * settings.cp * settings.tp
         if settings.gpus % own:
@@ -330,7 +308,7 @@ class _OverMesh:
             for cp in _powers(gpus // tp):
                 try:
                     trace = self._way.trace(tp=tp, cp=cp)
-                except (JobError, GeminiError, ValueError):
+                except (GeminiError, ValueError):
                     continue  # heads or lengths that do not divide, attention that has no parts
                 most = 1 if self._in_two else getattr(self._config, "num_hidden_layers", 1)
                 for pp in _powers(min(gpus // (tp * cp), most)):
@@ -370,7 +348,5 @@ class _OverMesh:
 
 
 def _powers(most: int) -> Iterator[int]:
-    size = 1
-    while size <= most:
-        yield size
-        size *= 2
+    """The powers of two up to it."""
+    return (1 << power for power in range(most.bit_length()))

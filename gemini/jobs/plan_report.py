@@ -9,17 +9,16 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gemini import kernels
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.jobs.planner import Machine
-from gemini.jobs.screen import fact, human_count, human_rate, in_options, row, shown_bytes
+from gemini.jobs.screen import fact, human_count, human_rate, in_options, shown_bytes, table
 from gemini.jobs.settings import PlanSettings
 from gemini.planning.break_even import TOLERANCE, Grow, break_even
-from gemini.planning.mesh import MeshSizes
 from gemini.planning.parallel import MeshOutcome
 from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM, GRADS, plane_specs, precision_of
@@ -29,20 +28,8 @@ from gemini.planning.trace import MemoryTrace, Phase
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
 
-VERSION = 1
+VERSION = 2
 Report = dict[str, Any]
-
-
-class OverMesh(NamedTuple):
-    """What was found of a step over meshes: the best one first, and ``sizes`` of it; where it fits on none, of the
-    first that was tried. ``num_params`` and ``batch`` are those of the whole model and of a micro-batch, of which ranks
-    have parts.
-    """
-
-    sizes: MeshSizes
-    num_params: int
-    batch: dict[str, tuple[int, ...]]
-    found: tuple[MeshOutcome, ...] = ()
 
 
 def describe(
@@ -53,26 +40,22 @@ def describe(
     timeline: Timeline | None = None,
     *,
     refusal: BudgetExceeded | None = None,
-    mesh: OverMesh | None = None,
-    tokens_when_free: int | None = None,
-    checkpointed: MemoryTrace | None = None,
-    whole_peak_bytes: int | None = None,
-    changes: tuple[str, ...] = (),
+    best: MeshOutcome | None = None,
 ) -> Report:
     """Say what was asked and found: a plan, with its time if the speeds of the machine are known, or a refusal.
 
     Args:
         trace: one micro-batch on one rank; over a mesh on one of the slowest stage, and so are plan and timeline.
-        tokens_when_free: a break-even that was played.
-        checkpointed: the same step with gradient checkpointing, to compare with.
-        whole_peak_bytes: the peak without the tiles that were chosen.
+        best: the step over a mesh.
     """
-    hardware, rule = machine.hardware, settings.rule_in(trace.precision)
     ranks = machine.ranks if plan is None else plan.layout.ranks
     accumulate = settings.accumulate if plan is None else plan.accumulate
     gradients = settings.kept_gradients if plan is None else plan.problem.gradients
-    best = next(iter(mesh.found), None) if mesh else None
-    needs = _needs(settings, trace, gradients, ranks)
+    rule, needs = settings.rule_in(trace.precision), Counter[str]()
+    for chunk in trace.layout(ranks=ranks, rule=rule).chunks:
+        precision, own = precision_of(chunk, trace.precision), rule.of(chunk.exact)
+        specs = plane_specs(precision, gradients, own, trainable=chunk.trainable, coded=chunk.coded)
+        needs.update({kind: spec.page_bytes(chunk.numel // ranks) for kind, spec in specs.items()})
     states = sum(n for kind, n in needs.items() if kind not in GRADS) * ranks / max(1, trace.num_params)
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
     update: Counter[str] = Counter()
@@ -90,17 +73,17 @@ def describe(
         "gradients": gradients,
         "checkpointing": trace.checkpointing,
         "tile_tokens": trace.tile_tokens,
-        "batch": mesh.batch if mesh else dict(trace.batch),
+        "batch": dict(trace.batch),
         "tokens": best.tokens if best else trace.tokens * accumulate * ranks,
         "accumulate": accumulate,
         "ranks": ranks,
         "compute": machine.compute.value,
-        "machine": None if hardware is None else hardware.name,
+        "machine": None if machine.hardware is None else machine.hardware.name,
         "optimizer": rule.name,
         "bytes_per_param": plan.bytes_per_param if plan else states,
-        "needs": needs,
-        "budgets": _by_name(machine.budgets_of_rank),
-        "origins": _by_name(machine.origins),
+        "needs": dict(needs),
+        "budgets": named(machine.budgets_of_rank),
+        "origins": named(machine.origins),
         "beyond": _beyond(settings, machine),
         "activations": {
             "peak_bytes": trace.peak_bytes,
@@ -108,32 +91,25 @@ def describe(
             "peak_phase": top.phase.value if top else "",
             "checkpoint_bytes": trace.checkpoint_bytes,
             "buffer_bytes": trace.buffer_bytes,
-            "checkpointed_peak_bytes": checkpointed.peak_bytes if checkpointed else None,
             "offloaded_to": plan.offload_activations if plan else None,
-            "whole_peak_bytes": whole_peak_bytes,
+            "whole_peak_bytes": None,
         },
         "refusal": None if refusal is None else str(refusal),
-        "held": _by_name(plan.held) if plan else {},
+        "held": named(plan.held) if plan else {},
         "update": dict(update),
         "streamed": sum(plan.layout.chunks[index].payload for index in plan.placement.streamed) if plan else 0,
         "moved": by_name(plan.traffic) if plan else {},
-        "step": _step(settings, machine, plan, timeline, best, tokens_when_free) if plan and timeline else None,
-        "changes": changes,
-        "mesh": _mesh_of(settings, machine, mesh, best) if mesh else None,
+        "step": _step(settings, machine, plan, timeline, best) if plan and timeline else None,
+        "changes": [],
+        "mesh": None,
         "alternatives": [],
         "fastest": None,
     }
 
 
-def _needs(settings: PlanSettings, trace: MemoryTrace, gradients: str, ranks: int) -> dict[str, int]:
-    """Each kind of plane on one rank, all chunks together."""
-    rule = settings.rule_in(trace.precision)
-    found: Counter[str] = Counter()
-    for chunk in trace.layout(ranks=ranks, rule=rule).chunks:
-        precision, own = precision_of(chunk, trace.precision), rule.of(chunk.exact)
-        specs = plane_specs(precision, gradients, own, trainable=chunk.trainable, coded=chunk.coded)
-        found.update({kind: spec.page_bytes(chunk.numel // ranks) for kind, spec in specs.items()})
-    return dict(found)
+def named(of: Mapping[Tier, Any]) -> dict[str, Any]:
+    """By the names of the tiers."""
+    return {tier.value: value for tier, value in of.items()}
 
 
 def _beyond(settings: PlanSettings, machine: Machine) -> str:
@@ -149,81 +125,37 @@ def _beyond(settings: PlanSettings, machine: Machine) -> str:
     return f"{more}. If yours has that, say so: --machine {settings.machine},{sizes}"
 
 
-def _step(
-    settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeline, best: MeshOutcome | None, free: int | None
-) -> Report:
+def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeline, best: MeshOutcome | None) -> Report:
     """How long a step takes, as predicted. Over a mesh stages wait for each other, and the step is that long."""
     assert machine.hardware is not None
-    seconds = timeline.step_seconds if best is None else best.step_seconds
+    figures, seconds = machine.hardware.figures, (best or timeline).step_seconds
     waited = {cause: waits for cause, waits in timeline.stalls.items() if waits > 0}
     if best is not None and best.bubble:
         waited["other stages"] = best.bubble
     serial = settings.schedule == "serial"
     written = by_name(plan.traffic).get("cpu->nvme", 0) * machine.sharing
-    rated = machine.hardware.figures.get("nvme_endurance")
+    rated = figures.get("nvme_endurance")
+    # Model FLOPs utilization: the FLOP/s without what checkpointing computes again, as a share of the GPU's peak
+    # (Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311).
+    peak = figures.get("gpu_flops_fp32" if plan.trace.precision == "fp32" else "gpu_flops_bf16")
+    again = sum(moment.flops for moment in plan.trace.moments if moment.phase is Phase.RECOMPUTE)
+    of_all = sum(moment.flops for moment in plan.trace.moments)
+    is_known = peak is not None and machine.compute is Tier.GPU and not peak.source.startswith("measured")
     return {
         "schedule": settings.schedule,
         "seconds": seconds,
-        "tokens_per_second": timeline.tokens_per_second if best is None else best.tokens_per_second,
+        "tokens_per_second": (best or timeline).tokens_per_second,
         "flops_per_second": timeline.flops / seconds if seconds else 0.0,
         "busy": {track.value: s for track, s in sorted(timeline.busy.items(), key=lambda item: -item[1])},
         "waited": waited,
-        "break_even": free,
+        "break_even": None,
         "break_even_accumulating": break_even(timeline, serial=True, grow=Grow.ACCUMULATE) if serial else None,
-        "mfu": _mfu(machine, plan.trace, timeline.flops, seconds),
+        "mfu": timeline.flops * (1 - again / of_all) / seconds / peak.value
+        if is_known and peak and of_all and seconds
+        else None,
         "nvme_written": written,
         "steps_until_worn": None if rated is None or not written else int(rated.value / written),
     }
-
-
-def _mfu(machine: Machine, trace: MemoryTrace, flops: float, seconds: float) -> float | None:
-    """Model FLOPs utilization: the FLOP/s without what checkpointing computes again, as a share of the GPU's peak
-    (Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311). None where no peak is known.
-    """
-    key = "gpu_flops_fp32" if trace.precision == "fp32" else "gpu_flops_bf16"
-    peak = machine.hardware.figures.get(key) if machine.hardware and machine.compute is Tier.GPU else None
-    of_all = sum(moment.flops for moment in trace.moments)
-    if peak is None or peak.source.startswith("measured") or not of_all or not seconds:
-        return None
-    again = sum(moment.flops for moment in trace.moments if moment.phase is Phase.RECOMPUTE)
-    return flops * (1 - again / of_all) / seconds / peak.value
-
-
-def _mesh_of(settings: PlanSettings, machine: Machine, mesh: OverMesh, best: MeshOutcome | None) -> Report:
-    return {
-        "mesh": str(mesh.sizes),
-        "ranks": mesh.sizes.ranks,
-        "num_params": mesh.num_params,
-        "order": best.order if best else "",
-        "micro_batches": best.micro_batches if best else settings.accumulate,
-        "stages": [
-            {
-                "first_block": stage.blocks[0],
-                "stop_block": stage.blocks[1],
-                "num_params": stage.plan.trace.num_params,
-                "held": _by_name(stage.plan.bytes_per_tier),
-                "seconds": stage.timeline.step_seconds,
-            }
-            for stage in (best.stages if best and best.sizes.pp > 1 else ())
-        ],
-        "bubble": best.bubble if best else 0.0,
-        "sent": dict(best.sent) if best else {},
-        "runners_up": [
-            {
-                "mesh": str(other.sizes),
-                "order": other.order,
-                "micro_batches": other.micro_batches,
-                "tokens_per_second": other.tokens_per_second,
-                "compute_bytes": max(s.plan.bytes_per_tier.get(machine.compute, 0) for s in other.stages),
-            }
-            for other in mesh.found[1:]
-        ],
-        "chosen": best is not None and bool(settings.parallel),
-    }
-
-
-def _by_name(of: Mapping[Tier, Any]) -> dict[str, Any]:
-    return {tier.value: value for tier, value in of.items()}
 
 
 # ---- the screen ------------------------------------------------------------------------------------------------------
@@ -244,15 +176,14 @@ _TRACKS = {
 }
 """What keeps a step as long as it is, in words."""
 
-_ORDERS = {"1f1b": "one forward, one backward", "bfs": "breadth first"}
+_ORDERS = {"1f1b": "; one forward, one backward", "bfs": "; breadth first", "": ""}
 _STAGES_SHOWN = 8
 
 
 def screen(report: Report) -> list[str]:
     """The lines, as ``say`` takes them: parts with an empty line between them."""
-    parts = (_head, _verdict, _mesh, _homes, _facts, _runners_up, _fastest, _changes, _alternatives)
     found: list[str] = []
-    for part in parts:
+    for part in (_head, _verdict, _mesh, _homes, _facts, _runners_up, _fastest, _changes, _alternatives):
         lines = [*part(report)]
         found += ["", *lines] if lines and found else lines
     return found
@@ -311,47 +242,45 @@ def _mesh(report: Report) -> Iterator[str]:
     if mesh is None:
         return
     rank = "a GPU" if report["compute"] == "gpu" else "a rank"
-    order = f"; {_ORDERS[mesh['order']]}" if mesh["order"] else ""
-    yield fact("best mesh" if mesh["chosen"] else "mesh", f"{mesh['mesh']}{order}")
-    if mesh["stages"]:
-        tiers = list(mesh["stages"][0]["held"])
-        widths = (-15, 10, 9, *(11 for _ in tiers), 9)
-        yield row(widths, f"{rank} of stage", "blocks", "params", *tiers, "works")
+    yield fact("best mesh" if mesh["chosen"] else "mesh", f"{mesh['mesh']}{_ORDERS[mesh['order']]}")
+    if stages := mesh["stages"]:
         rows = [
-            row(
-                widths,
+            (
                 f"  {number}",
                 f"{stage['first_block']}-{stage['stop_block'] - 1}",
                 human_count(stage["num_params"]),
                 *map(human_bytes, stage["held"].values()),
                 human_seconds(stage["seconds"]),
             )
-            for number, stage in enumerate(mesh["stages"], 1)
+            for number, stage in enumerate(stages, 1)
         ]
+        lines = table((f"{rank} of stage", "blocks", "params", *stages[0]["held"], "works"), rows)
         if len(rows) > _STAGES_SHOWN:  # the first and the last ones
             half = _STAGES_SHOWN // 2
-            rows[half:-half] = [f"  ... {len(rows) - _STAGES_SHOWN} more ..."]
-        yield from rows
+            lines[1 + half : -half] = [f"  ... {len(rows) - _STAGES_SHOWN} more ..."]
+        yield from lines
     if mesh["bubble"]:
         share = _percent(mesh["bubble"], report["step"]["seconds"])
         yield fact("bubble", f"{human_seconds(mesh['bubble'])} in which the slowest stage waits for others ({share})")
     if mesh["sent"]:
-        widths = (-32, 16, 16)
-        yield row(widths, f"{rank} sends for", "in its machine", "to others")
-        for what, both in mesh["sent"].items():
-            yield row(widths, f"  {what}", *map(shown_bytes, both))
+        rows = [(f"  {what}", *map(shown_bytes, both)) for what, both in mesh["sent"].items()]
+        yield from table((f"{rank} sends for", "in its machine", "to others"), rows)
 
 
 def _runners_up(report: Report) -> Iterator[str]:
     """Other meshes that ``--parallel auto`` has tried."""
-    if not report["mesh"] or not report["mesh"]["runners_up"]:
-        return
-    widths = (-32, 14, 16, 14)
-    yield row(widths, "other meshes", "micro-batches", report["compute"], "tokens/s")
-    for other in report["mesh"]["runners_up"]:
-        name = f"  {other['mesh']}{', ' + other['order'] if other['order'] else ''}"
-        rate = human_rate(other["tokens_per_second"])
-        yield row(widths, name, other["micro_batches"], human_bytes(other["compute_bytes"]), rate)
+    others = report["mesh"]["runners_up"] if report["mesh"] else ()
+    if others:
+        rows = [
+            (
+                f"  {other['mesh']}{_ORDERS[other['order']]}",
+                other["micro_batches"],
+                human_bytes(other["compute_bytes"]),
+                human_rate(other["tokens_per_second"]),
+            )
+            for other in others
+        ]
+        yield from table(("other meshes", "micro-batches", report["compute"], "tokens/s"), rows)
 
 
 def _fastest(report: Report) -> Iterator[str]:
@@ -367,11 +296,9 @@ def _fastest(report: Report) -> Iterator[str]:
         words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['loss']:.1%} less"
         yield fact("" if number else "next to it", words)
     # In lines that a shell takes together.
-    for number, line in enumerate(textwrap.wrap(best["command"], 60, break_long_words=False, break_on_hyphens=False)):
-        more = "" if best["command"].endswith(line) else " \\"
-        yield fact("" if number else "run it with", f"{line}{more}")
-    for number, line in enumerate(best["python"]):
-        yield fact("" if number else "or in Python", line)
+    lines = textwrap.wrap(best["command"], 60, break_long_words=False, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        yield fact("" if number else "run it with", f"{line}{'' if line is lines[-1] else ' ' + chr(92)}")
 
 
 def _homes(report: Report) -> Iterator[str]:
@@ -379,29 +306,24 @@ def _homes(report: Report) -> Iterator[str]:
     held, update, compute = report["held"], report["update"], report["compute"]
     if not held:
         return
-    widths = (-20, *(16 for _ in held))
     found = dict.fromkeys(kind for kinds in held.values() for kind in kinds)
-    kinds = [kind for kind in report["needs"] if kind in found] + [
-        kind for kind in found if kind not in report["needs"]
-    ]
-    yield row(widths, "who lives where", *held)
-    for kind in kinds:
-        yield row(widths, f"  {kind}", *(shown_bytes(of_tier.get(kind, 0)) for of_tier in held.values()))
+    kinds = [kind for kind in report["needs"] if kind in found]
+    kinds += [kind for kind in found if kind not in report["needs"]]
+    rows = [(f"  {kind}", *(shown_bytes(of_tier.get(kind, 0)) for of_tier in held.values())) for kind in kinds]
     used = {tier: sum(of_tier.values()) for tier, of_tier in held.items()}
-    yield row(widths, "  in all", *map(human_bytes, used.values()))
+    rows.append(("  in all", *map(human_bytes, used.values())))
     free = {tier: report["budgets"][tier] - num_bytes for tier, num_bytes in used.items()}
-    shares = (f"{human_bytes(n)} {_percent(n, report['budgets'][tier]):>4}" for tier, n in free.items())
-    yield row(widths, "  free", *shares)
-    trained = sum(update.values())
-    if trained:
-        yield row(widths, "  updates run on", *(_percent(update[t], trained) if t in update else "." for t in held))
+    rows.append(("  free", *(f"{human_bytes(n)} {_percent(n, report['budgets'][t]):>4}" for t, n in free.items())))
+    if trained := sum(update.values()):
+        rows.append(("  updates run on", *(_percent(update[t], trained) if t in update else "." for t in held)))
     if report["streamed"]:
         streamed = _percent(report["streamed"], trained)
-        yield row(widths, "  of it streamed", *(streamed if tier == compute else "." for tier in held))
+        rows.append(("  of it streamed", *(streamed if tier == compute else "." for tier in held)))
+    yield from table(("who lives where".ljust(20), *(tier.rjust(13) for tier in held)), rows)
 
 
 def _facts(report: Report) -> Iterator[str]:
-    beside = report["activations"]
+    beside, step = report["activations"], report["step"]
     words = f"{human_bytes(beside['peak_bytes'])} at the peak"
     if beside["peak_phase"]:
         words += f" (in {beside['peak_phase']} of {beside['peak_module'] or 'the model itself'})"
@@ -413,14 +335,11 @@ def _facts(report: Report) -> Iterator[str]:
     if report["fits"]:
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in report["moved"].items() if n)
         yield fact("moved in a step", moved or "nothing")
-    if report["step"]:
-        yield from _time(report, report["step"])
+    if step:
+        yield from _time(report, step)
     elif report["fits"] and report["machine"] is None:
-        yield fact(
-            "step time",
-            "not known without a machine: --machine NAME, or measure this one with "
-            "`gemini doctor --measure --json FILE` and give --machine FILE",
-        )
+        measured = "measure this one with `gemini doctor --measure --json FILE` and give --machine FILE"
+        yield fact("step time", f"not known without a machine: --machine NAME, or {measured}")
 
 
 def _time(report: Report, step: Report) -> Iterator[str]:
@@ -444,10 +363,8 @@ def _time(report: Report, step: Report) -> Iterator[str]:
         yield fact("computing waits", ", ".join(f"{human_seconds(s)} for {cause}" for cause, s in waited))
     worn = step["steps_until_worn"]
     if worn is not None and worn < 10 * FEW_STEPS:
-        alarm = "WARNING: " if worn < FEW_STEPS else ""
-        written = human_bytes(step["nvme_written"])
-        words = f"{alarm}{written} written a step: {worn:,} steps until what the drives are rated for"
-        yield fact("drives wear", words)
+        written = f"{'WARNING: ' if worn < FEW_STEPS else ''}{human_bytes(step['nvme_written'])} written a step"
+        yield fact("drives wear", f"{written}: {worn:,} steps until what the drives are rated for")
     if report["mesh"] is None:
         yield fact("offload is free", _free(report["tokens"], step))
 
@@ -470,21 +387,13 @@ def _changes(report: Report) -> Iterator[str]:
 
 
 def _alternatives(report: Report) -> Iterator[str]:
-    """A row each; those that need something beside them to fit stand under it."""
-    others = report["alternatives"]
-    if not others:
-        return
-    names = [f"{'    ' if other['beside'] else '  '}{other['options']}" for other in others]
-    widths = (-max(map(len, names)), 6, 10, 0)
-    yield row(widths, "what else it could do", "fits", "tokens/s", "  result")
-    beside = ""
-    for name, other in zip(names, others, strict=True):
-        if other["beside"] != beside:
-            beside = other["beside"]
-            yield f"  with {beside} and"
-        fits = {True: "yes", False: "no", None: "."}[other["fits"]]
-        rate = "." if other["tokens_per_second"] is None else human_rate(other["tokens_per_second"])
-        yield row(widths, name, fits, rate, f"  {other['result']}")
+    fits = {True: "yes", False: "no", None: "."}
+    rows = [
+        (other["options"], other["result"], fits[other["fits"]], human_rate(other["tokens_per_second"]))
+        for other in report["alternatives"]
+    ]
+    if rows:
+        yield from table(("what else it could do", "result", "fits", "tokens/s"), rows, left=2)
 
 
 def _about(tokens: int) -> str:

@@ -9,8 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes
 from gemini.jobs.errors import JobError
@@ -19,7 +17,7 @@ from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
 from gemini.planning.fastest import least_seconds
-from gemini.planning.hardware import Hardware, load_hardware, machine, machine_names
+from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
@@ -51,23 +49,18 @@ class Machine(NamedTuple):
     def budgets_of_rank(self) -> dict[Tier, int]:
         return {tier: n if tier is Tier.GPU else n // self.sharing for tier, n in self.budgets.items()}
 
-    @property
-    def target(self) -> str:
-        """Whose workspaces are traced."""
-        return "cuda" if self.compute is Tier.GPU else "cpu"
-
 
 def machine_of(settings: PlanSettings) -> Machine:
-    """Budgets as given, else the share of the machine's capacities that the runtime takes of what is free.
-
-    Raises:
-        JobError: if there is nothing to plan for, or no such machine.
+    """Budgets as given, else the share of the machine's capacities that the runtime takes of what is free; a JobError
+    if there is nothing to plan for, or no such machine.
     """
     hardware = None if settings.machine is None else load_hardware(settings.machine)
     budgets: dict[Tier, int] = {}
     origins: dict[Tier, str] = {}
     beyond: dict[Tier, int] = {}
     for tier in Tier:
+        if tier is Tier.GPU and settings.compute == "cpu":
+            continue
         given = settings.given_bytes(tier)
         capacity = None if hardware is None else hardware.capacity(tier)
         if given is None and capacity is not None:
@@ -81,8 +74,6 @@ def machine_of(settings: PlanSettings) -> Machine:
             hardware = hardware.with_figures("as given", **{f"{tier.value}_bytes": given})
         if given:
             budgets[tier] = given
-    if settings.compute == "cpu":
-        budgets.pop(Tier.GPU, None)
     compute = Tier.GPU if Tier.GPU in budgets else Tier.CPU
     if settings.compute == "gpu" and compute is not Tier.GPU:
         raise JobError("--compute gpu needs the size of a GPU: --gpu 24GiB, or a --machine that has one.")
@@ -91,18 +82,17 @@ def machine_of(settings: PlanSettings) -> Machine:
             "A plan needs host memory, where whatever moves stands in between: give --cpu 64GiB, or --machine for "
             f"{MARGIN:.0%} of what a machine has."
         )
-    local = settings.gpus
+    sharing = settings.gpus
     if compute is Tier.GPU and hardware is not None and hardware.has("num_gpus"):
-        hardware = hardware.with_gpus(local)
-        num_gpus = int(hardware.get("num_gpus", needed_for="a plan for several GPUs"))
-        local = min(local, num_gpus)
-        if settings.gpus % local:
+        hardware = hardware.with_gpus(sharing)
+        num_gpus = int(hardware.figures["num_gpus"].value)
+        sharing = min(sharing, num_gpus)
+        if settings.gpus % sharing:
             raise JobError(
                 f"--gpus {settings.gpus}: a {hardware.name} has {num_gpus}, so that many or fewer, or a multiple of it "
                 "for several machines."
             )
-    beyond = {tier: capacity for tier, capacity in beyond.items() if tier in budgets}
-    return Machine(budgets, origins, hardware, compute, settings.gpus, local, beyond)
+    return Machine(budgets, origins, hardware, compute, settings.gpus, sharing, beyond)
 
 
 class Way:
@@ -120,15 +110,11 @@ class Way:
         return Way(replace(self.settings, **options), self._traces)
 
     def trace(self, **more: Any) -> MemoryTrace:
-        """The step that is planned for: traced, or read and found to be of the model that was named.
-
-        Raises:
-            JobError, PlanMismatch: if there is no such model, or the file is no trace of it.
-        """
+        """The step that is planned for: traced, or read and found to be of the model that was named."""
         settings = self.settings
         if settings.trace is not None:
             return self._traces.read(settings.trace, settings.config, settings.layers)
-        return self._traces.take(replace(settings.traced(target=self.machine.target), **more))
+        return self._traces.take(settings.traced(target="cuda" if self.machine.compute is Tier.GPU else "cpu", **more))
 
     def plan(self) -> Plan:
         """Raises: BudgetExceeded: if it does not fit. JobError: for a rule that several ranks cannot share."""
@@ -172,16 +158,19 @@ class Way:
 
     def refusal(self, trace: MemoryTrace) -> BudgetExceeded | None:
         """Why there is no placement at all, if so: quicker than looking for the best one."""
-        offload = self.settings.offload_activations
-        places = {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,))
+        where = self.settings.offload_activations
         found = None
-        for step, where in product(trace.forms, places):
+        for step, place in product(trace.forms, {"auto": (None, "cpu"), "no": (None,)}.get(where, (where,))):
             try:
-                fill_fastest(self._problem(step, where))
+                fill_fastest(self._problem(step, place))
                 return None
             except BudgetExceeded as e:
                 found = found or e
         return found
+
+    def fits(self) -> bool:
+        """Whether there is a placement."""
+        return self.refusal(self.trace()) is None
 
     def _problem(self, trace: MemoryTrace, where: str | None, **more: Any) -> Problem:
         settings = self.settings
@@ -223,10 +212,6 @@ class Way:
             schedule=settings.schedule,
             local_ranks=self.machine.sharing,
         )
-
-    def fits(self) -> bool:
-        """Say whether there is a placement."""
-        return self.refusal(self.trace()) is None
 
 
 class Traces:
@@ -274,12 +259,3 @@ def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTra
     if config is not None:
         params_of(config, layers, trace.precision).check_same_model(trace, what=f"--trace {path}")
     return trace
-
-
-def machines(_: Any, console: Console) -> int:
-    """List the machines that come with Gemini."""
-    for name in machine_names():
-        known = machine(name)
-        sizes = (f"{tier.value} {human_bytes(known.capacity(tier) or 0)}" for tier in Tier)
-        console.print(f"{name:<14}{known.figures['num_gpus'].value:>3.0f} x {',  '.join(sizes)}")
-    return 0

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,15 @@ WIDEST = 100
 LABEL = 17
 """Columns of what a line is about, where it begins with that."""
 
-_SUFFIXES = (".png", ".svg", ".html", ".json")
 
-
-# ---- lines -----------------------------------------------------------------------------------------------------------
-
-
-def say(console: Console, lines: Sequence[str]) -> None:
-    """Print lines; what is too long for one is folded and indented."""
+def say(console: Console, lines: Iterable[str]) -> None:
+    """Print lines; what is too long for one is folded and indented, under its text where it has a label."""
+    width = min(console.width, WIDEST)
     for line in lines:
-        console.print(*_folded(line, min(console.width, WIDEST)), sep="\n")
-
-
-def _folded(line: str, width: int) -> list[str]:
-    """A line with a label is folded under its text."""
-    if len(line) <= width:
-        return [line]
-    indent = LABEL if line[LABEL - 1 : LABEL] == " " and (line[0] == " " or "  " in line[:LABEL]) else 2
-    return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+        has_label = line[LABEL - 1 : LABEL] == " " and (line[0] == " " or "  " in line[:LABEL])
+        indent = " " * (LABEL if has_label else 2)
+        how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
+        console.print(*(textwrap.wrap(line, width, **how) if len(line) > width else [line]), sep="\n")
 
 
 def fact(label: str, text: str) -> str:
@@ -48,10 +39,12 @@ def fact(label: str, text: str) -> str:
     return f"{label:<{LABEL}}{text}"
 
 
-def row(widths: Sequence[int], *cells: Any) -> str:
-    """A line of a table: cells end where their columns do, or where a width is negative begin there."""
-    sides = zip(widths, cells, strict=True)
-    return "".join(f"{cell:>{width}}" if width >= 0 else f"{cell:<{-width}}" for width, cell in sides).rstrip()
+def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], *, left: int = 1) -> list[str]:
+    """The lines of a table, whose first ``left`` columns begin where they do, and whose others end there."""
+    cells = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = [f"<{width}" if column < left else f">{width}" for column, width in enumerate(widths)]
+    return ["  ".join(f"{cell:{side}}" for cell, side in zip(row, sides, strict=True)).rstrip() for row in cells]
 
 
 def shown_bytes(num_bytes: int) -> str:
@@ -59,9 +52,9 @@ def shown_bytes(num_bytes: int) -> str:
     return human_bytes(num_bytes) if num_bytes else "."
 
 
-def human_rate(rate: float) -> str:
-    """So many a second: "25,600", "12.67"."""
-    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+def human_rate(rate: float | None) -> str:
+    """So many a second: "25,600", "12.67"; a point where it is not known."""
+    return "." if rate is None else f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
 def human_count(number: int) -> str:
@@ -81,11 +74,7 @@ def progress(words: str) -> Status:
 def stdout_closed_to_others() -> Iterator[None]:
     """The solver inside scipy writes some lines straight to the process's standard output, whatever it is told."""
     sys.stdout.flush()
-    try:
-        kept = os.dup(1)
-    except OSError:  # there is none
-        yield
-        return
+    kept = os.dup(1)
     try:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 1)
@@ -93,30 +82,6 @@ def stdout_closed_to_others() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-# ---- an answer, and its files ----------------------------------------------------------------------------------------
-
-
-def check_files(out: Path | None, pictures: tuple[Path, ...] = ()) -> None:
-    """Before anything is computed for them.
-
-    Raises:
-        JobError: for a folder that is not there, or a kind of file that there is no picture for.
-    """
-    check_file("--out", out)
-    for path in pictures:
-        check_file("--picture", path)
-        if path.suffix.lower() not in _SUFFIXES:
-            raise JobError(f"--picture {path}: a picture is one of {', '.join(_SUFFIXES)}, by the suffix of its name.")
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """Raises: JobError: for a folder, or a folder that is not there."""
-    if path is not None and not path.parent.is_dir():
-        raise JobError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
-    if path is not None and path.is_dir():
-        raise JobError(f"{option} {path} is a folder: give the name of a file.")
 
 
 def write_file(path: Path, text: str, option: str = "--out") -> None:
@@ -130,18 +95,15 @@ def write_file(path: Path, text: str, option: str = "--out") -> None:
 def answer(
     settings: Any,
     console: Console,
+    lines: Iterable[str],
     *,
     json: str,
-    lines: Sequence[str],
     value: str | None = None,
     timeline: Timeline | None = None,
     hint: str = "",
 ) -> None:
     """End a command of planning: print its answer as lines or as ``json``, write ``value`` to ``--out`` and a picture
     of ``timeline`` to each ``--picture``, and say what was written, with a ``hint`` at what to do with it.
-
-    Raises:
-        JobError: for a file that cannot be written, or without the package that draws.
     """
     if settings.json:
         print(json)
@@ -158,13 +120,10 @@ def answer(
 
                 draw(path, timeline)
             written.append(str(path))
-    if written and not settings.json:
-        say(console, [""])
+    if not settings.json:
         for words in written:  # never folded: a path is there to be copied
             console.print(f"written to {words}")
 
-
-# ---- budgets ---------------------------------------------------------------------------------------------------------
 
 _DRIVE = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
 
@@ -184,9 +143,8 @@ def budget_lines(*ranks: dict[str, tuple[int, int]]) -> tuple[list[str], bool]:
     for tier in ranks[0]:
         # Where all kept to it, the one that came closest; else the one that went furthest over.
         rank, (peak, budget) = max(enumerate(r[tier] for r in ranks), key=lambda item: item[1][0] - item[1][1])
-        within = peak <= budget
-        all_within = all_within and within
+        all_within = all_within and peak <= budget
         who = f" on {len(ranks)} ranks, rank {rank}" if len(ranks) > 1 else ","
-        verdict = "stayed within" if within else "WENT OVER"
+        verdict = "stayed within" if peak <= budget else "WENT OVER"
         lines.append(f"{tier}: {verdict} its budget{who} peak {human_bytes(peak)} of {human_bytes(budget)}")
     return lines, all_within

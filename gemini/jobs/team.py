@@ -37,15 +37,10 @@ class Team:
     """
 
     def __init__(self, wire: Wire | None = None, store: dist.Store | None = None, *, patience_s: float = 5) -> None:
-        self._wire = Wire(None) if wire is None else wire
-        self._store = store
-        self._patience = timedelta(seconds=patience_s)
+        self._wire, self._store, self._patience = wire or Wire(None), store, timedelta(seconds=patience_s)
         self.rank, self.size = self._wire.rank, self._wire.size
-
-    @property
-    def is_first(self) -> bool:
+        self.is_first = self.rank == 0
         """Whether this process prints, and writes what only one may write."""
-        return self.rank == 0
 
     def tell(self, value: Any, what: str) -> list[Any]:
         """The ``value`` (plain, as in JSON) of every rank. All call it at the same point, called ``what``."""
@@ -59,9 +54,6 @@ class Team:
     def all_or_none(self, what: str) -> Iterator[dict[str, Any]]:
         """A block without collectives that all ranks go through: what one of them refuses in it, all refuse. It is
         given a place for values (as in JSON) that must be the same on all of them.
-
-        Raises:
-            SaidByRanks: on every rank, if any raised a ``GeminiError`` in the block, or if they disagree.
         """
         alike: dict[str, Any] = {}
         with Attempt(GeminiError) as attempt:
@@ -75,11 +67,7 @@ class Team:
 
     @contextmanager
     def speaking(self) -> Iterator[None]:
-        """Around everything else: what all ranks run into is said by rank 0, what one runs into by that one.
-
-        Raises:
-            SaidByRanks: in the place of a ``GeminiError``.
-        """
+        """Around everything else: what all ranks run into is said by rank 0, what one runs into by that one."""
         try:
             yield
         except SaidByRanks:
@@ -104,11 +92,7 @@ class Team:
 
 @contextmanager
 def join(timeout_s: float, *, cuda: bool) -> Iterator[Team]:
-    """The team of this process; with others, in a process group that waits ``timeout_s`` seconds for any of them.
-
-    Raises:
-        RankLost: if the others do not come.
-    """
+    """The team of this process; with others, in a process group that waits ``timeout_s`` seconds for any of them."""
     if dist.is_available() and dist.is_initialized():
         yield Team(Wire(dist.group.WORLD)) if dist.get_world_size() > 1 else Team()
     elif launch.num_processes() == 1:

@@ -1,10 +1,9 @@
-"""``gemini trace``: a step of a model from its config, ahead of time, and the table of what in it is large; and
-``gemini simulate``: a saved plan, played on a machine.
+"""``gemini trace``: a step of a model from its config, ahead of time, and the table of what in it is large; ``gemini
+simulate``: a saved plan, played on a machine; ``gemini machines``: those that come with Gemini.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,26 +12,23 @@ from rich.console import Console
 import gemini
 from gemini.errors import human_bytes
 from gemini.jobs.errors import JobError, refusing
-from gemini.jobs.screen import answer, check_files, progress, row
+from gemini.jobs.screen import answer, progress, table
 from gemini.jobs.settings import MOST_POSITIONS, SimulateSettings, TraceSettings
 from gemini.planning import document
-from gemini.planning.hardware import load_hardware, machine_names
+from gemini.planning.hardware import load_hardware, machine, machine_names
 from gemini.planning.plan import Plan
 from gemini.planning.trace import MemoryTrace, Phase, with_4bit_base
+from gemini.tiers import Tier
 
 _TOP = 8
 """Modules in the table."""
 
 
 def take_trace(settings: TraceSettings) -> MemoryTrace:
-    """The step that ``settings`` describes.
-
-    Raises:
-        JobError: if there is no such model, or it cannot be built with these options.
-        GeminiError: if it cannot be traced.
+    """The step that ``settings`` describes; a JobError if there is no such model, or it cannot be built with these
+    options.
     """
     assert settings.config is not None
-    settings.check()
     # The imports of seconds: a command line that is refused before does not pay for them.
     from gemini.jobs.models import find_config, hush, lora_on
     from gemini.tracing.batches import batch_for, model_class_for
@@ -90,11 +86,7 @@ def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
 
 
 def seq_len_of(settings: Any) -> int:
-    """Tokens in a sequence of a step.
-
-    Raises:
-        JobError: if there is no such model, or it has fewer positions.
-    """
+    """Tokens in a sequence of a step."""
     from gemini.jobs.models import find_config
 
     return _seq_len(find_config(settings.config, settings.layers).config, settings.seq_len)
@@ -111,49 +103,45 @@ def _seq_len(config: Any, asked: int | None) -> int:
 
 def trace(settings: TraceSettings, console: Console) -> int:
     """Trace, write and say it; returns the exit code."""
-    check_files(settings.out)
     with progress("tracing the step"):
         found = take_trace(settings)
     text = found.to_json()
     lines = [*str(found).splitlines(), "", *_phases(found), "", *_modules(found)]
-    hint = f"; for a plan: gemini plan --trace {settings.out}"
-    answer(settings, console, json=text, lines=lines, value=text, hint=hint)
+    answer(settings, console, lines, json=text, value=text, hint=f"; for a plan: gemini plan --trace {settings.out}")
     return 0
 
 
-def _phases(found: MemoryTrace) -> Iterator[str]:
+def _phases(found: MemoryTrace) -> list[str]:
     """Work by phase: matrix products, memory traffic, operations."""
-    widths = (-12, 10, 12, 12, 16, 14)
-    yield row(widths, "phase", "moments", "operations", "TFLOP", "read+written", "peak")
-    for phase in Phase:
-        moments = [moment for moment in found.moments if moment.phase is phase]
-        if moments:
-            yield row(
-                widths,
-                phase.value,
-                f"{len(moments):,}",
-                f"{sum(m.num_ops for m in moments):,}",
-                f"{sum(m.flops for m in moments) / 1e12:,.4g}",
-                human_bytes(sum(m.touched_bytes for m in moments)),
-                human_bytes(max(m.peak_bytes for m in moments)),
-            )
+    by_phase = {phase: [moment for moment in found.moments if moment.phase is phase] for phase in Phase}
+    rows = [
+        (
+            phase.value,
+            f"{len(moments):,}",
+            f"{sum(m.num_ops for m in moments):,}",
+            f"{sum(m.flops for m in moments) / 1e12:,.4g}",
+            human_bytes(sum(m.touched_bytes for m in moments)),
+            human_bytes(max(m.peak_bytes for m in moments)),
+        )
+        for phase, moments in by_phase.items()
+        if moments
+    ]
+    return table(("phase", "moments", "operations", "TFLOP", "read+written", "peak"), rows)
 
 
-def _modules(found: MemoryTrace) -> Iterator[str]:
+def _modules(found: MemoryTrace) -> list[str]:
     """Where most bytes beside the params are live: modules by their highest peak."""
     peaks: dict[tuple[str, str], int] = {}
     for moment in found.moments:
         key = (moment.module or "(the model itself)", moment.phase.value)
         peaks[key] = max(peaks.get(key, 0), moment.peak_bytes)
-    widths = (-48, -12, 14)
-    yield row(widths, "most bytes beside params", "in", "peak")
-    for (module, phase), peak in sorted(peaks.items(), key=lambda item: -item[1])[:_TOP]:
-        yield row(widths, module if len(module) < 47 else f"...{module[-43:]}", phase, human_bytes(peak))
+    largest = sorted(peaks.items(), key=lambda item: -item[1])[:_TOP]
+    rows = [(name if len(name) < 47 else f"...{name[-43:]}", phase, human_bytes(n)) for (name, phase), n in largest]
+    return table(("most bytes beside params", "in", "peak"), rows, left=2)
 
 
 def simulate(settings: SimulateSettings, console: Console) -> int:
     """Play, write and say it; returns the exit code."""
-    check_files(settings.out, settings.picture)
     if settings.machine is None:
         raise JobError(
             f"Say whose speeds to play the plan with: --machine NAME ({', '.join(machine_names())}), or --machine FILE "
@@ -163,5 +151,14 @@ def simulate(settings: SimulateSettings, console: Console) -> int:
     hardware = load_hardware(settings.machine).with_gpus(settings.gpus or plan.layout.ranks)
     timeline = gemini.simulate(plan, hardware, schedule=settings.schedule, gpus=settings.gpus)
     text = timeline.to_json()
-    answer(settings, console, json=text, lines=str(timeline).splitlines(), value=text, timeline=timeline)
+    answer(settings, console, str(timeline).splitlines(), json=text, value=text, timeline=timeline)
+    return 0
+
+
+def machines(_: Any, console: Console) -> int:
+    """List the machines that come with Gemini."""
+    for name in machine_names():
+        known = machine(name)
+        sizes = (f"{tier.value} {human_bytes(known.capacity(tier) or 0)}" for tier in Tier)
+        console.print(f"{name:<14}{known.figures['num_gpus'].value:>3.0f} x {',  '.join(sizes)}")
     return 0

@@ -51,8 +51,6 @@ from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.modules.compiled import compile_blocks
 from gemini.train.params.codes import num_weights
 
-PAIRS = ("dpo", "reward")
-"""Trainers whose forward pass has two sequences for each row."""
 MARKS = (
     " Templates that mark what the assistant says are in docs/examples/chat_templates, for --chat_template_path FILE; "
     "without --assistant_only_loss all of a chat is learned."
@@ -79,7 +77,7 @@ def train(kind: str, words: Sequence[str], console: Console) -> int:
             console = Console(quiet=True, force_terminal=False)
         last = ["--resume_from_checkpoint", "auto"]  # of an option that is given twice, the last one counts
         again = shlex.join([kind, *words] if [*words[-2:]] == last else [kind, *words, *last])
-        return Run(kind, options, console, team, rewards).go(launch.again(again))
+        return Run(options, console, team, rewards).go(launch.again(again))
 
 
 class Run:
@@ -91,21 +89,24 @@ class Run:
     """
 
     def __init__(
-        self, kind: str, options: Options, console: Console, team: Team, rewards: Mapping[str, Any] | None = None
+        self, options: Options, console: Console, team: Team, rewards: Mapping[str, Any] | None = None
     ) -> None:
-        self.kind, self.options, self.team, self._console = kind, options, team, console
-        args, script = options.args, options.script
+        self.options, self.team, self._say = options, team, console.print
+        args, ours, script = options.args, options.ours, options.script
         self.out = Path(args.output_dir)
         with team.all_or_none("the preparation of the job") as alike:
             checkpoints.prepare_out(self.out)
             source = find_model(
                 options.model.model_name_or_path,
-                as_bytes=options.ours.bytes,
+                as_bytes=ours.bytes,
                 trust=args.trust_remote_code,
                 revision=options.model.model_revision,
             )
             _check_model(source, options)
-            found = self._find_checkpoint() if team.is_first else None
+            # Of several folders the first one has the records.
+            store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
+            asked = args.resume_from_checkpoint or None
+            found = checkpoints.choose(asked, self.out, store=store) if team.is_first else None
             data = open_data(script, options.mixture, args.seed)
             tokenizer = self._tokenizer(source, data)
             rows = data[script.dataset_train_split]
@@ -114,15 +115,10 @@ class Run:
         self._resume: str | None = team.tell(None if found is None else str(found), "the choice of a checkpoint")[0]
         self.model = self._managed(source)
         self._stop = Stop(team, console)
-        self.trainer = self._trainer(data, tokenizer, rewards or {})
+        watching = [MetricsCallback(), Shown(console, self._resume), self._stop, self.position]
+        self.trainer = self._trainer(data, tokenizer, callbacks=watching, **(rewards or {}))
 
     # ---- before the first step ---------------------------------------------------------------------------------------
-
-    def _find_checkpoint(self) -> Path | None:
-        ours, asked = self.options.ours, self.options.args.resume_from_checkpoint
-        # Of several folders the first one has the records.
-        store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
-        return checkpoints.choose(asked or None, self.out, store=store)
 
     def _tokenizer(self, source: ModelSource, data: dict[str, Any]) -> Any:
         """The tokenizer, once it is known that the model has a number for each of its tokens."""
@@ -140,7 +136,7 @@ class Run:
             )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        self._console.print(f"data: {words_of(data, script.dataset_train_split)}; {words}")
+        self._say(f"data: {words_of(data, script.dataset_train_split)}; {words}")
         if _evaluates(args):
             if script.dataset_test_split not in data:
                 how = "--eval_on_start" if args.eval_on_start else f"--eval_strategy {args.eval_strategy.value}"
@@ -148,20 +144,20 @@ class Run:
                     f"{how}: the data has no split {script.dataset_test_split!r} "
                     f"(it has {', '.join(data)}). --test_split_size 0.05 takes one, --dataset_test_split names another."
                 )
-            self._console.print(f"to evaluate on: {words_of(data, script.dataset_test_split)}")
+            self._say(f"to evaluate on: {words_of(data, script.dataset_test_split)}")
         return tokenizer
 
     def _managed(self, source: ModelSource) -> Any:
         """The model in its tiers, and the plan of it on the screen."""
-        args, ours, size, say = self.options.args, self.options.ours, self.team.size, self._console.print
+        options, args, ours, size = self.options, self.options.args, self.options.ours, self.team.size
         with self.team.all_or_none("the outline of the model"):
-            outline, lacking = outline_of(self.kind, source, self.options)
-            if self.options.compiles:
+            outline, lacking = outline_of(source, options)
+            if options.compiles:
                 _compile(outline)
-            config = replace(self.options.config, trace=trace_of(self.kind, self.options, source))
-            if number := num_beside(self.kind, self.options):
+            config = replace(options.config, trace=trace_of(options, source))
+            if number := num_beside(options):
                 config = replace(config, memory=budget_for(config, number))
-        mesh = mesh_of(self.options, size)
+        mesh = mesh_of(options, size)
         transformers.set_seed(args.seed)  # drawn weights must not depend on what ran before
         try:
             is_built = isinstance(outline, nn.Module)
@@ -173,7 +169,7 @@ class Run:
             if mesh is None:
                 raise
             raise JobError(f"The model cannot be dealt out: {e}") from e
-        if self.options.compiles:
+        if options.compiles:
             _compile(model)  # drawing builds the model anew
         if getattr(model, "loss_type", "") is None:  # what transformers takes anyway; the Trainer counts tokens by it
             model.loss_type = "ForCausalLM"
@@ -182,33 +178,35 @@ class Run:
         count, trained = sum(map(num_weights, params)), sum(p.numel() for p in params if p.requires_grad)
         if args.save_strategy != "no" and self.team.is_first:
             checkpoints.check_room(self.out, count, trained, args.save_total_limit or 1)
-        say(
+        self._say(
             f"model: {source.label}, {count:,} params{'' if trained == count else f', {trained:,} of them trained'}, "
             f"{config.precision}, {model.config._attn_implementation} attention"
         )
         if lacking:
             more = f" and {len(lacking) - 3:,} more" if len(lacking) > 3 else ""
-            say(f"not in its files, and therefore drawn at random: {', '.join(lacking[:3])}{more}")
+            self._say(f"not in its files, and therefore drawn at random: {', '.join(lacking[:3])}{more}")
         if size > 1:
             batch = counted(size // (ours.tp * ours.cp) * args.per_device_train_batch_size, "sequence")
-            say(f"{size} processes share the model and the memory; a batch of all of them has {batch}")
-        say(f"plan{' of rank 0' if size > 1 else ''}: {model._gemini_engine.decision.plan}")
+            self._say(f"{size} processes share the model and the memory; a batch of all of them has {batch}")
+        self._say(f"plan{' of rank 0' if size > 1 else ''}: {model._gemini_engine.decision.plan}")
         return model
 
-    def _trainer(self, data: dict[str, Any], tokenizer: Any, more: Mapping[str, Any]) -> Any:
-        args, script, ours = self.options.args, self.options.script, self.options.ours
+    def _trainer(self, data: dict[str, Any], tokenizer: Any, **more: Any) -> Any:
+        kind, args, script, ours = self.options.kind, self.options.args, self.options.script, self.options.ours
         use_cache = getattr(self.model.config, "use_cache", None)
         if getattr(args, "precompute_ref_log_probs", False):
-            self._console.print("the reference is the model itself as it is now: what it says of each row is kept")
+            self._say("the reference is the model itself as it is now: what it says of each row is kept")
         marks = getattr(args, "assistant_only_loss", False)
-        with refusing(f"gemini {self.kind}", MARKS if marks else ""), _base_as_reference(self.model):
-            trainer = trainer_class(self.kind)(
+        name = f"Gemini{'Reward' if kind == 'reward' else kind.upper()}Trainer"
+        # TRL's trainer through our bridge; where it makes tokens of rows beforehand, it counts what it cuts.
+        counting = type(name, (CountsRows, getattr(ready, name)), {})
+        with refusing(f"gemini {kind}", MARKS if marks else ""), _base_as_reference(self.model):
+            trainer: Any = counting(
                 model=self.model,
                 args=args,
                 train_dataset=data[script.dataset_train_split],
                 eval_dataset=data[script.dataset_test_split] if _evaluates(args) else None,
                 processing_class=tokenizer,
-                callbacks=[MetricsCallback(), Shown(self._console, self._resume), self._stop, self.position],
                 **more,
             )
         judges = getattr(trainer, "reward_processing_classes", ())  # None of a reward that is a function
@@ -223,7 +221,7 @@ class Run:
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.durable_every = ours.durable_every or 1
         for line in trainer.told:
-            self._console.print(line)
+            self._say(line)
         if self.team.size > 1:
             # Or dropout would drop the same on every rank; slices of a layer drop the same.
             transformers.set_seed(args.seed + self.team.rank // ours.tp)
@@ -235,7 +233,7 @@ class Run:
         """Train to the last step, or to the whole step after Ctrl-C, where a checkpoint is; say if that was the end."""
         trainer = self.trainer
         if self._resume is None and self.options.args.resume_from_checkpoint == "auto":
-            self._console.print(f"no checkpoint in {self.out}: starting anew")
+            self._say(f"no checkpoint in {self.out}: starting anew")
         if self.team.is_first:
             said = {name: value for name, value in self.options.said.items() if name != "resume_from_checkpoint"}
             text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True)
@@ -255,7 +253,7 @@ class Run:
         except (TypeError, ValueError):
             if self.position.begun_at is not None:
                 raise  # no option's
-            with refusing(f"gemini {self.kind}"):
+            with refusing(f"gemini {self.options.kind}"):
                 raise
         return trainer.state.global_step >= trainer.state.max_steps or not self._stop.heeded
 
@@ -270,13 +268,13 @@ class Run:
         whole = shared.report() if isinstance(shared, gemini.SharedBudget) else memory
         own = {t.value: (whole[t.value]["peak"], whole[t.value]["budget"]) for t in Tier if t.value in whole}
         lines, all_within = budget_lines(*self.team.tell(own, "the end of the job"))
-        self._console.print(str(memory), *lines, sep="\n")
+        self._say(str(memory), *lines, sep="\n")
         if not finished:
-            self._console.print(f"Stopped after step {state.global_step} of {state.max_steps}. To go on: {again}")
+            self._say(f"Stopped after step {state.global_step} of {state.max_steps}. To go on: {again}")
             return 130
-        auto = "SequenceClassification" if self.kind == "reward" else "CausalLM"
+        auto = "SequenceClassification" if self.options.kind == "reward" else "CausalLM"
         what, whose = ("adapter", "peft's AutoPeft") if self.options.model.use_peft else ("model", "transformers' Auto")
-        self._console.print(
+        self._say(
             f"The {what} of step {state.global_step} is in {self.out}; it opens with {whose}ModelFor{auto}."
             "from_pretrained."
         )
@@ -303,16 +301,13 @@ def _check_model(source: ModelSource, options: Options) -> None:
         args.max_length = longest
 
 
-def outline_of(kind: str, source: ModelSource, options: Options) -> tuple[Any, list[str]]:
+def outline_of(source: ModelSource, options: Options) -> tuple[Any, list[str]]:
     """The model without values, from its config or what its files say they hold (with its linear layers in 4 bits: with
     values), and the params that these files lack.
-
-    Raises:
-        JobError: if transformers or PEFT cannot make it of these files.
     """
     args, asked = options.args, options.model
     auto: Any = transformers.AutoModelForCausalLM
-    if kind == "reward":
+    if options.kind == "reward":
         auto, source.config.num_labels = transformers.AutoModelForSequenceClassification, 1
         if "lora_task_type" not in options.said:
             asked.lora_task_type = "SEQ_CLS"
@@ -351,9 +346,9 @@ def _compile(model: Any) -> None:
         raise JobError(f"--torch_compile: {e}") from e
 
 
-def num_beside(kind: str, options: Options) -> int:
+def num_beside(options: Options) -> int:
     """The number of models that the trainer evaluates beside the one that it trains."""
-    args, has_reference = options.args, not options.model.use_peft
+    kind, args, has_reference = options.kind, options.args, not options.model.use_peft
     if kind in ("dpo", "kto"):
         return int(has_reference and not args.precompute_ref_log_probs)
     if kind in ("grpo", "rloo"):
@@ -361,13 +356,9 @@ def num_beside(kind: str, options: Options) -> int:
     return 0
 
 
-def trace_of(kind: str, options: Options, source: ModelSource) -> gemini.MemoryTrace | None:
-    """One micro-batch of the job's step, traced on fake tensors; None where nobody asks how large it is.
-
-    Raises:
-        JobError: for a step on a GPU that cannot be traced.
-    """
-    args, ours = options.args, options.ours
+def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None:
+    """One micro-batch of the job's step, traced on fake tensors; None where nobody asks how large it is."""
+    args, ours, kind = options.args, options.ours, options.kind
     if args.device.type != "cuda" or ours.plan is not None or ours.activations is not None:
         return None
     if ours.ep > 1 or kind in ("grpo", "rloo"):
@@ -375,7 +366,7 @@ def trace_of(kind: str, options: Options, source: ModelSource) -> gemini.MemoryT
     config = copy.deepcopy(source.config)
     if options.model.attn_implementation is not None:
         config._attn_implementation = options.model.attn_implementation
-    rows = args.per_device_train_batch_size * (2 if kind in PAIRS else 1)
+    rows = args.per_device_train_batch_size * (2 if kind in ("dpo", "reward") else 1)  # of pairs
     ids = torch.empty(rows, args.max_length or config.max_position_embeddings, dtype=torch.int64, device="meta")
     return gemini.trace(
         config,
@@ -406,21 +397,11 @@ def mesh_of(options: Options, num_processes: int) -> Any:
     return init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp", "ep"))
 
 
-# ---- the trainer -----------------------------------------------------------------------------------------------------
-
-
-def trainer_class(kind: str) -> type[Any]:
-    """TRL's trainer through our bridge; where it makes tokens of rows beforehand, it counts what it cuts."""
-    name = f"Gemini{'Reward' if kind == 'reward' else kind.upper()}Trainer"
-    return type(name, (CountsRows, getattr(ready, name)), {})
+# ---- what the trainer is given ---------------------------------------------------------------------------------------
 
 
 def reward_functions(script: Any) -> list[Any]:
-    """What ``--reward_funcs`` and ``--reward_model_name_or_path`` name, as TRL's scripts understand it.
-
-    Raises:
-        JobError: for a name that is none.
-    """
+    """What ``--reward_funcs`` and ``--reward_model_name_or_path`` name, as TRL's scripts understand it."""
     found: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     sys.path.insert(0, os.getcwd())
     for name in script.reward_funcs or ():

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import transformers
 import trl
-import yaml
 from accelerate import ParallelismConfig
 
 from gemini.config import GeminiConfig, MemoryBudget, contradictions
 from gemini.jobs.data import is_text
 from gemini.jobs.errors import JobError, refusing
-from gemini.jobs.options import Refusing, check_size, tiles_of
+from gemini.jobs.settings import Refusing, at_least, size, tiles
 from gemini.planning import document
 from gemini.planning.compact import STATES
 from gemini.planning.plan import Plan
@@ -93,6 +91,16 @@ _OURS = {
 }
 """Defaults that are not TRL's: that it has begun to learn is said at once, and a line is a line."""
 
+_OWN = {own.name for own in fields(GeminiArguments)}
+_KINDS = {
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "max_length"), at_least(1)),
+    **dict.fromkeys(("gradient_accumulation_steps", "replicas", "tp", "cp", "ep"), at_least(1)),
+    **dict.fromkeys(("seed", "durable_every"), at_least(0)),
+    **dict.fromkeys(("gpu_memory", "cpu_memory", "nvme_memory", "activations"), size),
+    "tile_tokens": tiles,
+}
+"""How some options are read, where it is more than their type."""
+
 _TrlParser: Any = trl.TrlParser
 
 
@@ -100,6 +108,7 @@ class Options(NamedTuple):
     """A job as it was asked for.
 
     Attributes:
+        kind: "sft", "dpo", ...
         script: TRL's arguments of its scripts: the data.
         args: the trainer's (``trl.SFTConfig``, ...).
         model: TRL's ``ModelConfig``.
@@ -110,6 +119,7 @@ class Options(NamedTuple):
         config: how the model is managed.
     """
 
+    kind: str
     script: Any
     args: Any
     model: Any
@@ -141,32 +151,36 @@ class Parser(Refusing, _TrlParser):
         self.kind = kind
         _TrlParser.__init__(self, records, prog=f"gemini {kind}", allow_abbrev=False)
         self.said: dict[str, Any] = {}
+        for action in self._actions:
+            action.type = _KINDS.get(action.dest, action.type)
         super().set_defaults_with_config(**_OURS, use_cpu=not torch.cuda.is_available())
 
     def set_defaults_with_config(self, **given: Any) -> list[str]:
+        """Of a YAML file, whose values are read as those of the command line are."""
         self.said = given
-        return list(super().set_defaults_with_config(**given))
+        read = {name: str(value) if name in _KINDS and value is not None else value for name, value in given.items()}
+        if isinstance(folder := read.get("nvme_path"), str):
+            read["nvme_path"] = [folder]
+        return list(super().set_defaults_with_config(**read))
 
     def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
         values, rest = self.parse_known_args(args)
-        for action in self._actions:
+        for action in self._actions:  # argparse looks at choices of the command line, and not of YAML
+            value = getattr(values, action.dest, None)
+            if action.dest in _OWN and action.choices is not None and value not in (None, *action.choices):
+                self.error(f"--{action.dest} must be one of {', '.join(action.choices)}, got {value!r}")
             action.default = SUPPRESS
         self.said |= vars(self.parse_known_args(args)[0])
         return values, rest
 
     def read(self, words: Sequence[str]) -> Parser:
-        """Take the value of every option; the parser itself.
-
-        Raises:
-            JobError: for options that there are not, or that are no values of their kind.
-        """
-        with refusing("--config", only=(ValueError, TypeError, OSError, IndexError, yaml.YAMLError)):
+        """Take the value of every option; the parser itself."""
+        with refusing("--config"):
             values, of_file, rest = self.parse_args_and_config(
                 words, return_remaining_strings=True, separate_remaining_strings=True
             )
             if unknown := (*of_file[::2], *rest):
                 self.error(f"unrecognized arguments: {' '.join(unknown)}")
-            _check_alone(values)
         self.values, self.said = values, copy.deepcopy(self.said)  # records are made of the values, in place
         return self
 
@@ -174,9 +188,6 @@ class Parser(Refusing, _TrlParser):
 def options_of(asked: Parser, num_processes: int = 1) -> Options:
     """The records of what so many processes were asked, checked against each other. What was left out is a plan's, if
     there is one, and otherwise what the kind of the data needs.
-
-    Raises:
-        JobError: for options that do not go together.
     """
     kind, values, said = asked.kind, asked.values, asked.said
     unsaid: dict[str, Any] = {"data_seed": values.seed}  # all ranks draw the same order, whatever else they draw
@@ -204,9 +215,7 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
         ]
         script, args, model, mixture, ours = made
         config = config_of(args, ours, plan)
-    options = Options(script, args, model, mixture, ours, said, compiles, config)
-    if kind != "sft" and max(values.tp, values.cp, values.ep) > 1:
-        raise JobError(f"--tp, --cp and --ep are for gemini sft; gemini {kind} computes whole layers and sequences.")
+    options = Options(kind, script, args, model, mixture, ours, said, compiles, config)
     for pair in contradictions(options, _APART):
         raise JobError(_APART[pair].format(o=options))
     args.parallelism_config = parallelism_of(ours, num_processes)
@@ -214,11 +223,7 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
 
 
 def config_of(args: Any, ours: GeminiArguments, plan: Plan | None) -> GeminiConfig:
-    """How the model of a job is managed, as its options or a plan say it.
-
-    Raises:
-        ValueError: for options that cannot be used together.
-    """
+    """How the model of a job is managed, as its options or a plan say it."""
     # What a plan may have of a tier that it leaves empty needs no folder there.
     budgets = {} if plan is None else {t: n for t, n in plan.problem.budgets.items() if plan.bytes_per_tier.get(t)}
     gradients = "accumulate" if args.gradient_accumulation_steps > 1 else "retain"
@@ -281,6 +286,9 @@ _APART = {
     ("model.load_in_4bit|model.load_in_8bit", "!model.use_peft"): (
         "--load_in_4bit freezes the weights in 4 bits: give --use_peft as well, which is trained then."
     ),
+    ("kind!=sft", "ours.tp>1|ours.cp>1|ours.ep>1"): (
+        "--tp, --cp and --ep are for gemini sft; gemini {o.kind} computes whole layers and sequences."
+    ),
     ("ours.ep>1", "ours.tp>1|ours.cp>1"): (
         "--ep {o.ours.ep} goes with --replicas alone: leave it out, or --tp and --cp."
     ),
@@ -291,38 +299,11 @@ _APART = {
 }
 """Two conditions, as :func:`gemini.config.contradictions` reads them, and what is said of them together."""
 
-_COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length")
-_LEAST = dict.fromkeys((*_COUNTS, "replicas", "tp", "cp", "ep"), 1) | {"durable_every": 0}
-
-
-def _check_alone(values: Namespace) -> None:
-    """Refuse what can be before processes meet."""
-    if isinstance(values.nvme_path, str):  # in YAML
-        values.nvme_path = [values.nvme_path]
-    for name, least in _LEAST.items():
-        if (number := getattr(values, name, None)) is not None and number < least:
-            raise JobError(f"--{name} must be at least {least}, got {number}.")
-    with refusing(f"--seed {values.seed}", only=ValueError):
-        transformers.set_seed(values.seed)  # as the job will
-    for name in (*(f"{tier.value}_memory" for tier in Tier), "activations"):
-        if (size := getattr(values, name)) is not None:
-            check_size(f"--{name}", str(size))
-    for known in fields(GeminiArguments):  # argparse looks at choices of the command line, and not of YAML
-        value, choices = getattr(values, known.name), known.metadata.get("choices")
-        if choices and value is not None and value not in choices:
-            raise JobError(f"--{known.name} must be one of {', '.join(choices)}, got {value!r}.")
-    values.tile_tokens = tiles_of("--tile_tokens", values.tile_tokens)
-
-
 # ---- several processes -------------------------------------------------------------------------------------------
 
 
 def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConfig | None:
-    """How processes share sequences and layers, as the Trainer is told it; None where none do.
-
-    Raises:
-        JobError: for numbers of processes that do not go together.
-    """
+    """How processes share sequences and layers, as the Trainer is told it; None where none do."""
     sizes = {name: getattr(ours, name) for name in ("replicas", "tp", "cp", "ep")}
     groups = math.prod(sizes.values())
     if num_processes % groups:

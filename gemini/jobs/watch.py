@@ -26,13 +26,11 @@ from gemini.tiers import Tier
 
 
 class Position(TrainerCallback, ExportableState):
-    """Writes into each checkpoint (``trainer_state.json``) of which rows it is: another run's are not gone on with.
+    """Writes into each checkpoint (``trainer_state.json``) of which rows it is, and refuses to go on from another run's
+    before the first step. A checkpoint that says nothing is taken.
 
     Attributes:
         begun_at: the steps that were done when the run began; None before.
-
-    Raises:
-        JobError: before the first step, saying what is there and here. A checkpoint that says nothing is taken.
     """
 
     def __init__(self, identity: dict[str, Any]) -> None:
@@ -79,9 +77,9 @@ class Shown(TrainerCallback):
         if "eval_loss" in logs:
             of_eval = {name.removeprefix("eval_"): value for name, value in logs.items()}
             of_eval["perplexity"] = math.exp(min(logs["eval_loss"], 700.0))
-            self._console.print(f"evaluation after step {state.global_step}: {_figures(of_eval, ', ')}")
+            self._console.print(f"evaluation after step {state.global_step}: {', '.join(_figures(of_eval))}")
         elif "loss" in logs:
-            self._console.print(f"step {state.global_step}/{state.max_steps}  {_figures(logs, '  ')}")
+            self._console.print("  ".join((f"step {state.global_step}/{state.max_steps}", *_figures(logs))))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._console.print(f"saved {Path(args.output_dir, f'checkpoint-{state.global_step}')}")
@@ -99,7 +97,7 @@ _SHOWN = {
 """What is shown of a row, in this order."""
 
 
-def _figures(logs: dict[str, Any], between: str) -> str:
+def _figures(logs: dict[str, Any]) -> list[str]:
     """The figures of a row, those that a person looks at first."""
     words = [form.format(logs[name]) for name, form in _SHOWN.items() if logs.get(name) is not None]
     words[0] = words[0].replace("-0.0000", "0.0000")  # the loss of GRPO is at first nothing but for rounding
@@ -109,25 +107,19 @@ def _figures(logs: dict[str, Any], between: str) -> str:
     share = waited / max(logs.get("step_seconds", 0.0), 1e-9)
     words += [f"waits {min(1, share):.0%} for {cause.replace('_', ' ')}"] if share > 0.05 else []
     words += [f"{timedelta(seconds=round(logs['seconds_left']))} left"] if "seconds_left" in logs else []
-    words += [f"lr {logs['learning_rate']:.3g}"] if "learning_rate" in logs else []
-    return between.join(words)
+    return words + ([f"lr {logs['learning_rate']:.3g}"] if "learning_rate" in logs else [])
 
 
 # ---- Ctrl-C, and a polite kill ---------------------------------------------------------------------------------------
 
-_STDERR = 2
 _ANSWER = b"\nStopping after this step, then saving. Once more stops at once, and saves nothing.\n"
 
 
 class Stop(TrainerCallback):
     """One wish to stop for all ranks: each tells the others after a step, and all save and end at the same one.
 
-    Within its ``with`` block the first SIGINT or SIGTERM is such a wish, and is answered on stderr by the first rank;
-    the second one takes effect as ever.
-
-    Attributes:
-        wanted: whether this rank was asked to stop.
-        heeded: whether the run was ended by one.
+    Within its ``with`` block the first SIGINT or SIGTERM is such a wish (``wanted``), and is answered on stderr by the
+    first rank; the second one takes effect as ever. ``heeded``: whether the run was ended by one.
     """
 
     def __init__(self, team: Team, console: Console) -> None:
@@ -148,7 +140,7 @@ class Stop(TrainerCallback):
         self.__exit__()
         # Straight to the descriptor: the signal may come in the middle of a print, whose buffer would be printed twice.
         if self._team.is_first:
-            os.write(_STDERR, _ANSWER)
+            os.write(2, _ANSWER)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self._team.any(self.wanted, "the wish to stop"):

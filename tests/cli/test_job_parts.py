@@ -6,6 +6,7 @@ import io
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +15,11 @@ from gemini.integrations.metrics import MetricsCallback
 from rich.console import Console
 
 from gemini import cli
-from gemini.cli.app import COMMANDS
+from gemini.cli import COMMANDS
 from gemini.jobs.checkpoints import check_room, choose
 from gemini.jobs.errors import JobError
-from gemini.jobs.options import options, spelled
 from gemini.jobs.screen import budget_lines
+from gemini.jobs.settings import spelled
 from gemini.jobs.team import Team
 from gemini.jobs.watch import Shown, Stop
 from gemini.ranks import launch
@@ -176,7 +177,8 @@ def test_the_commands_and_their_help(gemini_command: Command, monkeypatch: pytes
     assert gemini_command.ok("--version").stdout == f"gemini {__version__}\n"
     for name, command in COMMANDS.items():
         said = gemini_command.ok(name, "--help").stdout
-        known = options(command.record) if command.record else ("gpu_memory", "nvme_path", "learning_rate")
+        options = [option.name for option in fields(command.record)] if command.record else ()
+        known = options if command.record else ("gpu_memory", "nvme_path", "learning_rate")
         assert all(spelled(option) in said.replace("_", "-") or option.upper() in said for option in known)
 
 

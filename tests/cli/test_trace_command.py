@@ -58,13 +58,11 @@ def test_an_encoder_and_decoder_is_traced_and_planned(gemini_command: Command, t
 
 
 def test_a_plan_from_a_config_is_that_of_its_trace(gemini_command: Command, tiny_config: Path, tmp_path: Path) -> None:
-    """The same answer, but for checkpointing, which a trace alone says nothing of."""
+    """The same answer, but for what to change: a trace says nothing of the step with checkpointing."""
     sizes, out = ("--gpu", "4MiB", "--cpu", "64MiB"), tmp_path / "trace.json"
     gemini_command.ok("trace", tiny_config, "--out", out)
     by_config = gemini_command.told("plan", tiny_config, *sizes)
     by_trace = gemini_command.told("plan", tiny_config, "--trace", out, *sizes)
-    assert by_config["activations"].pop("checkpointed_peak_bytes") > 0
-    assert by_trace["activations"].pop("checkpointed_peak_bytes") is None
     assert {**by_config, "changes": []} == {**by_trace, "changes": []}
     cut = gemini_command("plan", tiny_config, "--layers", 1, "--trace", out, *sizes)
     refused(cut, f"--trace {out} is of another model", "'transformer.h.1.")
@@ -78,7 +76,9 @@ def test_a_micro_batch_is_chosen_that_fits(gemini_command: Command, tiny_config:
     assert needed
     gpu = ("--gpu", f"{int(needed[1]) - 1}MiB")
     refusal = gemini_command(*eight, *gpu)
-    assert refusal.exit_code == 2 and "--micro-batch auto" in json.loads(refusal.stdout)["changes"][-1]
+    assert refusal.exit_code == 2 and any(
+        "--micro-batch auto" in change for change in json.loads(refusal.stdout)["changes"]
+    )
     said = gemini_command.told(*eight, *gpu, "--micro-batch", "auto")
     assert said["fits"] and said["batch"]["input_ids"] == [4, 32] and said["accumulate"] == 4
     assert said["tokens"] == 16 * 32 and said["gradients"] == "accumulate"

@@ -416,7 +416,7 @@ def test_the_run_is_that_of_the_stock_trainer(tiny_config: Path, text: Path, tmp
 
     given = ["--bf16", "false", "--max_steps", 6, "--save_strategy", "no", "--output_dir", tmp_path / "out"]
     words = [*base(tiny_config, text), "--gradient_accumulation_steps", 2, "--weight_decay", 0.1, *given]
-    run = Run("sft", options_of(Parser("sft").read([*map(str, words)])), Console(quiet=True), Team())
+    run = Run(options_of(Parser("sft").read([*map(str, words)])), Console(quiet=True), Team())
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     rows = [
         {"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in run.trainer.train_dataset["input_ids"]

@@ -185,8 +185,8 @@ def check_command(command: str, page: Path) -> None:
 
 
 def _check_gemini(words: list[str], whole: bool) -> None:
-    from gemini.cli.app import COMMANDS
-    from gemini.jobs.options import RecordParser
+    from gemini.cli import COMMANDS
+    from gemini.jobs.settings import RecordParser
 
     if not words or words[0].startswith("-"):
         assert set(words) <= {"--help", "-h"}, words

@@ -15,8 +15,8 @@ from from_source import GAP, WARNING, error_classes, first_sentence, folders, me
 
 import gemini
 import gemini.errors
-from gemini.cli.app import COMMANDS
-from gemini.jobs.options import options, spelled
+from gemini.cli import COMMANDS
+from gemini.jobs.settings import is_argument, spelled
 
 DOCS = ROOT / "docs"
 CONFIGS = (gemini.GeminiConfig, gemini.MemoryBudget, gemini.StaticPlacement)
@@ -229,7 +229,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert not re.search(r":(?:class|func|meth|attr):|``", body), f"{path.name} has markup left over"
     cli = pages[tmp_path / "html" / "reference" / "cli.html"]
     for command_ in COMMANDS.values():
-        for name, (declared, _) in options(command_.record).items() if command_.record else ():
-            assert (name.upper() if "argument" in declared.metadata else spelled(name)) in cli
+        for option in dataclasses.fields(command_.record) if command_.record else ():
+            assert (option.name.upper() if is_argument(option) else spelled(option.name)) in cli
     errors = pages[tmp_path / "html" / "errors.html"]
     assert errors.count("<li><p>") > 180 and GAP in errors

@@ -82,7 +82,7 @@ def train_here(options: dict[str, Any], of_rank: dict[int, dict[str, Any]] | Non
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         with team.all_or_none("the options"):
             asked = options_of(Parser("sft").read(words), team.size)
-        run = Run("sft", asked, Console(file=output, markup=False, soft_wrap=True), team)
+        run = Run(asked, Console(file=output, markup=False, soft_wrap=True), team)
         run.steps()
         rows, begun_at = run.trainer.state.log_history, run.position.begun_at
         losses = [row["loss"] for row in rows if "loss" in row and row["step"] > begun_at]
