@@ -16,7 +16,6 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from torch import nn
 
 from gemini.errors import StorageError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane
-from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
@@ -80,31 +78,31 @@ class Export:
         writes = ranks.is_first and ranks.part_rank == 0
         takes = writes and not self._is_given()
         result: Any = None
+        views: dict[str, torch.Tensor] = {}
         # What fails is kept: raised now, the others would wait at the next meeting until the timeout.
         attempt = Attempt(BaseException)
         if writes:
-            with attempt, _naming_the_disk(self._directory):
+            with attempt:
                 self._begin()
-        views: dict[str, torch.Tensor] = {}
         # Of slices and stages one rank each reads. Gone through to the end even after a failure: the other ranks send
         # and serve every param.
         for name, whole in self._wholes(ranks) if ranks.is_cut and ranks.reads_parts else ():
             if takes and attempt.refusal is None:
-                with attempt, _naming_the_disk(self._directory):
-                    kept = self._file_backed(whole.numel(), whole.dtype).copy_(whole.reshape(-1))
-                    views[name] = kept.view(whole.shape)
+                with attempt:
+                    views[name] = self._file_backed(whole)
         if takes and attempt.refusal is None:
-            with attempt, _naming_the_disk(self._directory):
+            with attempt:
                 if not ranks.is_cut:
-                    views = {h.name: self._mapped(h).view(h.param.shape) for h in self._by_names.handles}
+                    views = {handle.name: self._mapped(handle) for handle in self._by_names.handles}
                 self._give(views)
         self._company.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
         if writes and attempt.refusal is None:
-            with attempt, _naming_the_disk(self._directory):
+            with attempt:
                 result = self._write()
         # What has failed on one rank fails on all. The others may wait long for the one that writes.
         ranks.waiting.wait_for_all("save_pretrained")
-        self._company.agree_on_folder(Point.EXPORT, "save_pretrained", self._directory, attempt.refusal)
+        refusal = attempt.refusal and self._in_our_words(attempt.refusal)
+        self._company.agree_on_folder(Point.EXPORT, "save_pretrained", self._directory, refusal)
         return result
 
     def _wholes(self, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
@@ -170,42 +168,35 @@ class Export:
     def _mapped(self, handle: ParamHandle) -> torch.Tensor:
         """The weights, each param a storage of its own (transformers tells ties by storages)."""
         plane, slot, dtype = handle.chunk.weights, handle.slot, self._dtype_of(handle)
-        if not slot.numel:  # no file of no bytes can be mapped
-            return torch.empty(0, dtype=dtype, device="cpu")
         # The plane holds the whole param, in the dtype that is written: no copy at all.
-        if self._ranks.size == 1 and plane.dtype == dtype:
+        if self._ranks.size == 1 and plane.dtype == dtype and slot.numel:
             if isinstance(plane, FilePlane):
-                return plane.mapped(slot.start, slot.stop)
+                return plane.mapped(slot.start, slot.stop).view(handle.param.shape)
             if (view := self._by_names.in_place(handle, dtype)) is not None:
-                buffer = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
+                buffer = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
                 # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
                 buffer.owner = view  # type: ignore[attr-defined]
-                return torch.frombuffer(buffer, dtype=view.dtype)
-        if dtype != handle.chunk.flat.dtype:
-            # One param in memory at once, then its pages are the file's.
-            masters = self._by_names.read(handle, dtype).reshape(-1)
-            return self._file_backed(slot.numel, dtype).copy_(masters)
-        whole = self._file_backed(slot.numel, plane.dtype)
-        self._by_names.read_into(handle, WEIGHTS, whole)
-        return whole if plane.dtype == dtype else self._file_backed(slot.numel, dtype).copy_(whole)
+                return torch.frombuffer(buffer, dtype=dtype).view(view.shape)
+        # One param in memory at once, then its pages are the file's.
+        return self._file_backed(self._by_names.read(handle, dtype))
 
-    def _file_backed(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor over a nameless file beside the result, for weights that have to be received, copied or cast
-        first: the system writes its pages out rather than run out of memory.
+    def _file_backed(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy over a nameless file beside the result, for weights that have to be received, read or cast first: the
+        system writes its pages out rather than run out of memory.
         """
+        if not value.nbytes:  # no file of no bytes can be mapped
+            return value
         with tempfile.TemporaryFile(dir=self._directory) as file:
-            os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)  # a full disk says so here, and not by SIGBUS
+            os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a full disk says so here, and not by SIGBUS
             # The mapping keeps the nameless file when it is closed.
-            mapping = mmap.mmap(file.fileno(), numel * dtype.itemsize)
-        return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype)
+            mapping = mmap.mmap(file.fileno(), value.nbytes)
+        return torch.frombuffer(mapping, dtype=value.dtype).view(value.shape).copy_(value)
 
-
-@contextmanager
-def _naming_the_disk(directory: Any) -> Iterator[None]:
-    """Say in our words what a full or broken disk makes libraries say (errors of a hub have no number)."""
-    try:
-        yield
-    except Exception as e:
-        if not (isinstance(e, OSError) and e.errno is not None) and type(e).__name__ != "SafetensorError":
-            raise
-        raise StorageError(f"save_pretrained({str(directory)!r}): {getattr(e, 'strerror', None) or e}") from e
+    def _in_our_words(self, error: BaseException) -> BaseException:
+        """What a full or broken disk makes libraries say; another error (those of a hub have no number) as it is."""
+        if not (isinstance(error, OSError) and error.errno is not None) and type(error).__name__ != "SafetensorError":
+            return error
+        what = getattr(error, "strerror", None) or error
+        told = StorageError(f"save_pretrained({str(self._directory)!r}): {what}")
+        told.__cause__ = error
+        return told
