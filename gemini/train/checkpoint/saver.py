@@ -13,17 +13,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Device, Event
-from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.transfers import Held, Lane, Transfer, Transfers
 from gemini.memory.store import ChunkStore
 from gemini.ranks.agree import Handshake
@@ -41,13 +40,12 @@ class PendingCheckpoint(WriteObserver):
     """A checkpoint that may still be being written; what :func:`save_checkpoint` returns. A program calls :meth:`done`
     and :meth:`wait`, the model the other methods. Made on all ranks together, after they agreed to.
 
-    A thread must not keep a model alive: what would is given to :meth:`run` and :meth:`start` and not kept.
+    A thread must not keep a model alive: what would is given to :meth:`start` and not kept. So is the group of ranks,
+    which must end with the program (ranks/process_groups.py), and a handle of a checkpoint may be kept for long.
     """
 
-    def __init__(self, home: CheckpointHome, group: ProcessGroup | None, device: Device):
-        self._final = home.place
-        self._parts: tuple[CheckpointHome, ProcessGroup | None, Device] | None = (home, group, device)
-        """What it works with; let go of when the writing has begun, as a handle of it may be kept for long."""
+    def __init__(self, place: Path):
+        self._final = place
         self._unsaved: dict[int, Latch] = {}
         """Of each chunk that may not change yet, what is set when it may."""
         self._held: set[int] = set()
@@ -58,36 +56,26 @@ class PendingCheckpoint(WriteObserver):
         self._abandoned = False
         self._transfer: Transfer | None = None
         """The writing behind the training; None where it is written at once."""
-        # Weak: it has the model's staging, and a handle of the checkpoint may outlive the model.
-        self._transfers: Callable[[], Transfers | None] = _nowhere
+        self._transfers: Callable[[], Transfers | None] = lambda: None
+        """Weak: it has the model's staging, and a handle of the checkpoint may outlive the model."""
         self._was_told = False
 
-    def run(self, mover: Mover) -> None:
-        """Write it now. Raises StorageError if it cannot be written; an existing checkpoint is as it was."""
-        assert self._parts is not None
-        in_place = self._parts[0].in_place
-        # Staging that nothing passes through is not reserved.
-        staging = _NOTHING if in_place else mover.scratch(1, torch.uint8, mover.tile * 4)
-        self._write(staging, iter)
-
-    def start(self, store: ChunkStore, observers: WriteObservers) -> None:
+    def start(self, home: CheckpointHome, ranks: Handshake, store: ChunkStore, observers: WriteObservers) -> None:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
-        assert self._parts is not None
-        (home, _, device), refused = self._parts, ""
-        num_bytes = 0 if home.in_place else store.mover.tile * 4
+        num_bytes, refused = 0 if home.in_place else store.mover.tile * 4, ""
         with WHOLE:  # from the first reserved byte until the transfer holds it
             try:
-                _reserve(num_bytes, store, on_host=device.tier is Tier.CPU)
+                _reserve(num_bytes, store)
             except BudgetExceeded as e:
                 refused = str(e)
             else:
-                self._begin(home, device, store, observers, num_bytes)
+                self._begin(home, ranks, store, observers, num_bytes)
         if refused:
             warn(f"the checkpoint is written while the training waits: {refused}")
-            self.run(store.mover)
+            write_now(home, ranks, store)
 
     def _begin(
-        self, home: CheckpointHome, device: Device, store: ChunkStore, observers: WriteObservers, num_bytes: int
+        self, home: CheckpointHome, ranks: Handshake, store: ChunkStore, observers: WriteObservers, num_bytes: int
     ) -> None:
         """Write it on the lane of checkpoints, with the ``num_bytes`` that were reserved."""
         transfer = Transfer(Lane.CHECKPOINT)
@@ -96,13 +84,13 @@ class PendingCheckpoint(WriteObserver):
         try:
             # Buffers and the states of plain params go on changing with the training.
             home.draft.tensors[:] = [tensor.clone() for tensor in home.draft.tensors]
-            staging = device.make_host_buffer(num_bytes) if num_bytes else _NOTHING
-            if device.torch_device.type == "cuda":
-                torch.cuda.synchronize(device.torch_device)  # the thread has a stream of its own
+            staging = store.device.make_host_buffer(num_bytes) if num_bytes else _NOTHING
+            if store.device.torch_device.type == "cuda":
+                torch.cuda.synchronize(store.device.torch_device)  # the thread has a stream of its own
             # Before it is begun and before anybody is told of it: a chunk that is not in here may change.
             self._unsaved = {index: Latch() for index in {piece.chunk_index for piece in home.pieces} | home.held}
             self._held, self._pending = home.held, home.pending
-            transfer.run = partial(self._write_behind, staging)
+            transfer.run = partial(self._write_behind, home, ranks, store.device, staging)
             # Before it is begun, so that no change of a chunk is missed.
             observers.append(self)
             self._transfer, self._transfers = transfer, weakref.ref(store.transfers)
@@ -203,10 +191,10 @@ class PendingCheckpoint(WriteObserver):
         except Exception as e:
             warn(f"a checkpoint that nobody waited for failed: {e}")
 
-    def _write_behind(self, staging: torch.Tensor) -> None:
+    def _write_behind(self, home: CheckpointHome, ranks: Handshake, device: Device, staging: torch.Tensor) -> None:
         """Write it, on the lane's thread. However that ends, nobody is left waiting for a chunk."""
         try:
-            self._write(staging, self._in_order)
+            write(home, ranks, device, staging, self._in_order)
         except BaseException as e:  # surfaces where somebody waits for it
             # The interpreter ends: nobody comes any more to ask.
             if not threading.main_thread().is_alive():
@@ -214,13 +202,6 @@ class PendingCheckpoint(WriteObserver):
             raise
         finally:
             self._free_all()
-
-    def _write(self, staging: torch.Tensor, order: Callable[[list[Piece]], Iterable[Piece]]) -> None:
-        assert self._parts is not None
-        (home, group, device), self._parts = self._parts, None
-        ranks = Handshake(group, f"saving the checkpoint {self._final}")
-        del group  # not held beyond the end of the program (ranks/process_groups.py)
-        write(home, ranks, device, staging, order)
 
     def _in_order(self, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces chunk by chunk, one that is asked for first. A chunk is saved when its last piece is written."""
@@ -251,8 +232,11 @@ class PendingCheckpoint(WriteObserver):
             self._free(index)
 
 
-def _nowhere() -> None:
-    """Stand for the transfers of a checkpoint that is written at once."""
+def write_now(home: CheckpointHome, ranks: Handshake, store: ChunkStore) -> None:
+    """Write a checkpoint now. Raises StorageError if it cannot be written; an existing one is as it was."""
+    # Staging that nothing passes through is not reserved.
+    staging = _NOTHING if home.in_place else store.mover.scratch(1, torch.uint8, store.mover.tile * 4)
+    write(home, ranks, store.device, staging)
 
 
 def pending_in(observers: WriteObservers) -> list[PendingCheckpoint]:
@@ -260,21 +244,14 @@ def pending_in(observers: WriteObservers) -> list[PendingCheckpoint]:
     return [observer for observer in observers if isinstance(observer, PendingCheckpoint)]
 
 
-def _reserve(num_bytes: int, store: ChunkStore, *, on_host: bool) -> None:
-    """Take staging from what no step will need.
-
-    Args:
-        on_host: the host is what computes.
-
-    Raises:
-        BudgetExceeded: if there is not so much.
-    """
+def _reserve(num_bytes: int, store: ChunkStore) -> None:
+    """Take staging from what no step will need. Raises BudgetExceeded if there is not so much."""
     ledger = store.ledger
     if num_bytes == 0:
         return
     # Staging that no step has needed yet will be reserved by one.
     room = ledger.free(Tier.CPU) - max(store.mover.staging.num_bytes - ledger.held(Tier.CPU, "staging"), 0)
-    if on_host:  # windows come and go: what counts is what a step may take in all
+    if store.device.tier is Tier.CPU:  # windows come and go: what counts is what a step may take in all
         passing = sum(ledger.held(Tier.CPU, holder) for holder in ("windows", "pool", "gradients in flight"))
         room += passing - store.working_set
     if room < num_bytes:

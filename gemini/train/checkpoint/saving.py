@@ -27,7 +27,7 @@ from gemini.train.checkpoint import format as checkpoint_format
 from gemini.train.checkpoint.durable import StoreHome, open_store
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.read import Reader, Rest
-from gemini.train.checkpoint.saver import PendingCheckpoint, pending_in
+from gemini.train.checkpoint.saver import PendingCheckpoint, pending_in, write_now
 from gemini.train.checkpoint.states import (
     ModelPart,
     joined,
@@ -148,11 +148,12 @@ def _save(
         home = StoreHome(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
     else:
         home = FolderHome(final, draft, sources, tile)
-    pending = PendingCheckpoint(home, ranks.waiting.group, engine.store.device)
+    together = Handshake(ranks.waiting.group, f"saving the checkpoint {home.place}")
+    pending = PendingCheckpoint(home.place)
     if wait:
-        pending.run(engine.store.mover)
+        write_now(home, together, engine.store)
     else:
-        pending.start(engine.store, engine.write_observers)
+        pending.start(home, together, engine.store, engine.write_observers)
     return pending
 
 
