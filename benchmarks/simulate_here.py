@@ -136,7 +136,7 @@ def budgets_of(args: argparse.Namespace, trace: Any) -> list[dict[Any, int]]:
     problem = pose_problem(
         trace, there, precision="bf16", gradients=args.gradients, max_chunk=args.max_chunk, overlap=args.overlap
     )
-    planes = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+    planes = sum(sum(sizes.values()) for sizes in problem.sizes)
     least = problem.spoken_for()[Tier.CPU]
     return [{Tier.CPU: least + int(share * planes), Tier.NVME: planes + 2**24} for share in args.shares]
 

@@ -128,7 +128,7 @@ class _ChunkChoices:
         self._fetches = fetches
         self._speeds = speeds
         self._accumulate = accumulate
-        self._sizes = problem.plane_bytes(index)
+        self._sizes = problem.sizes[index]
         self._all_on_cpu = dict.fromkeys(self._sizes, Tier.CPU)
         self._seconds_on_cpu = self._seconds_with({}, fetches.at_most)
 

@@ -151,7 +151,7 @@ class Problem:
 
     def durable_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk that outlives the process: of none without ``durable``."""
-        sizes = self.plane_bytes(index) if self.durable else {}
+        sizes = self.sizes[index] if self.durable else {}
         return {kind: num_bytes for kind, num_bytes in sizes.items() if kind not in GRADS}
 
     def spare_slots(self, placement: Placement) -> int:
@@ -186,14 +186,6 @@ class Problem:
         """By chunk, the bytes of each of its planes on one rank: its shard."""
         numels = [chunk.numel // self.layout.ranks for chunk in self.layout.chunks]
         return [bytes_by_kind(forms.values(), numel) for forms, numel in zip(self.forms, numels, strict=True)]
-
-    def plane_specs(self, index: int) -> dict[PlaneKind, PlaneSpec]:
-        """The form of each plane of a chunk."""
-        return self.forms[index]
-
-    def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
-        """Bytes of each plane of a chunk on one rank: its shard."""
-        return self.sizes[index]
 
     def window_bytes(self, index: int) -> int:
         """Bytes of a chunk's gathered weights: the whole chunk, in the compute dtype or as it is coded."""
@@ -265,6 +257,19 @@ class Problem:
     def demands(self, placement: Placement) -> dict[Tier, int]:
         """Bytes per tier that are spoken for under ``placement``."""
         return _sums(self.demands_by_name(placement))
+
+    def held(self, placement: Placement) -> dict[Tier, dict[str, int]]:
+        """What each tier would hold: planes, then what gathering, staging and activations need."""
+        held: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier if tier in self.budgets}
+        for homes, sizes in zip(placement.homes, self.sizes, strict=True):
+            for kind, num_bytes in sizes.items():
+                at = held.setdefault(homes[kind], {})
+                at[kind] = at.get(kind, 0) + num_bytes
+        for tier, taken in self.demands_by_name(placement).items():
+            held.setdefault(tier, {}).update({what: num_bytes for what, num_bytes in taken.items() if num_bytes})
+        if self.durable:
+            held.setdefault(DRIVE, {})["spare slots"] = self.spare_slots(placement)
+        return held
 
 
 def _sums(by_name: Mapping[Tier, Mapping[str, int]]) -> dict[Tier, int]:
@@ -381,16 +386,8 @@ def _streamed(problem: Problem, homes: Sequence[Homes], fraction: float) -> froz
 
 
 def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:
-    """What each tier would hold: planes, and what gathering, staging and activations need."""
-    used = dict.fromkeys(problem.budgets, 0)
-    for homes, sizes in zip(placement.homes, problem.sizes, strict=True):
-        for kind, num_bytes in sizes.items():
-            used[homes[kind]] = used.get(homes[kind], 0) + num_bytes
-    for tier, num_bytes in problem.demands(placement).items():
-        used[tier] = used.get(tier, 0) + num_bytes
-    if problem.durable:
-        used[DRIVE] = used.get(DRIVE, 0) + problem.spare_slots(placement)
-    return used
+    """The sums of :meth:`Problem.held`."""
+    return _sums(problem.held(placement))
 
 
 def check_fits(problem: Problem, placement: Placement) -> None:

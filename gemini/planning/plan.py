@@ -77,24 +77,9 @@ class Plan(Document, kind="plan"):
         return bytes_per_tier(self.problem, self.placement)
 
     @property
-    def planes_held(self) -> dict[Tier, dict[str, int]]:
-        """By tier, the bytes of each kind of plane."""
-        held: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier if tier in self.problem.budgets}
-        for homes, sizes in zip(self.placement.homes, self.problem.sizes, strict=True):
-            for kind, num_bytes in sizes.items():
-                at = held.setdefault(homes[kind], {})
-                at[kind] = at.get(kind, 0) + num_bytes
-        return held
-
-    @property
     def held(self) -> dict[Tier, dict[str, int]]:
         """By tier, what ``bytes_per_tier`` is made of: planes, then what is spoken for besides."""
-        problem, held = self.problem, self.planes_held
-        for tier, taken in problem.demands_by_name(self.placement).items():
-            held[tier] |= {what: num_bytes for what, num_bytes in taken.items() if num_bytes}
-        if problem.durable:
-            held[DRIVE]["spare slots"] = problem.spare_slots(self.placement)
-        return held
+        return self.problem.held(self.placement)
 
     @property
     def bytes_per_param(self) -> float:

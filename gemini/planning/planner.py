@@ -8,10 +8,11 @@ by the same arithmetic that the runtime reserves by.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.compact import spec_for
@@ -26,7 +27,6 @@ from gemini.planning.planes import (
     ADAM,
     GRADIENTS,
     PRECISIONS,
-    WEIGHTS,
     RuleSpec,
     check_gradients,
     compute_itemsize,
@@ -52,8 +52,6 @@ from gemini.planning.working import (
     waiting_activations,
     waiting_gradients,
     whole_numel,
-    with_staging,
-    with_tiles,
 )
 from gemini.tiers import OFFLOAD_TO, MemoryBudget, Tier
 
@@ -134,27 +132,43 @@ def plan(
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
 
     def choose(trace: MemoryTrace, overlap: bool) -> Plan:
+        def pose(where: str | None) -> Problem:
+            return pose_problem(
+                trace,
+                budgets,
+                precision=precision or trace.precision,
+                gradients=gradients,
+                compute=compute,
+                activations=activations,
+                offload_activations=where,
+                ranks=ranks,
+                max_chunk=max_chunk,
+                overlap=overlap,
+                rule=rule,
+                durable=isinstance(budget, MemoryBudget) and budget.durable,
+            )
+
         planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
-        problem = pose_problem(
-            trace,
-            budgets,
-            precision=precision or trace.precision,
-            gradients=gradients,
-            compute=compute,
-            activations=activations,
-            offload_activations=None if offload_activations == "auto" else offload_activations,
-            ranks=ranks,
-            max_chunk=max_chunk,
-            overlap=overlap,
-            rule=rule,
-            durable=isinstance(budget, MemoryBudget) and budget.durable,
-        )
-        return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
+        return planner.best_of(pose, placement, offload_activations)
 
-    def choose_of(trace: MemoryTrace) -> Plan:
-        return with_staging(partial(choose, trace), overlap=schedule == "overlapped")
+    return first_that_fits(choose, trace, overlap=schedule == "overlapped")
 
-    return with_tiles(choose_of, trace)
+
+Chosen = TypeVar("Chosen")
+
+
+def first_that_fits(choose: Callable[[MemoryTrace, bool], Chosen], trace: MemoryTrace, *, overlap: bool) -> Chosen:
+    """What ``choose`` makes of the step as it is, or else of the first one in tiles that fits; of each with staging for
+    every worker, or, where only that does not fit, with one tile of it: what has to be staged is updated in turn then.
+
+    Raises:
+        BudgetExceeded: if none fits; of the last one, which is nearest to it.
+    """
+    *first, last = product(trace.forms, (True, False) if overlap else (False,))
+    for form, with_workers in first:
+        with suppress(BudgetExceeded):
+            return choose(form, with_workers)
+    return choose(*last)
 
 
 def budgets_of(
@@ -296,24 +310,23 @@ class Planner:
 
     def best_of(
         self,
-        problem: Problem,
+        pose: Callable[[str | None], Problem],
         placement: Placement | StaticPlacement | None,
         offload_activations: str | None,
-        *,
-        explicit: bool,
     ) -> Plan:
         """As :meth:`best`; with "auto" the better of leaving checkpointed activations and keeping them on the host.
 
-        ``explicit``: the bytes for activations were declared, so offloading does not change them.
+        ``pose``: the problem with these activations there; None is where they were computed.
         """
         if offload_activations != "auto":
-            return self.best(problem, placement, offload_activations)
+            return self.best(pose(offload_activations), placement, offload_activations)
         plans: list[Plan] = []
         refusal: BudgetExceeded | None = None
-        for where in self._homes_of_activations(problem):
-            posed = self._with_activations(problem, where, explicit=explicit)
+        stays = pose(None)
+        there_is_a_choice = stays.compute is Tier.GPU and self.trace.checkpoint_bytes > 0
+        for where in (None, "cpu") if there_is_a_choice else (None,):
             try:
-                plans.append(self.choose(posed, placement, where))
+                plans.append(self.choose(stays if where is None else pose(where), placement, where))
             except BudgetExceeded as e:
                 # Told of the first: where activations stay as the user has them.
                 refusal = refusal or e
@@ -321,34 +334,6 @@ class Planner:
             assert refusal is not None
             raise refusal
         return self.refined(min(plans, key=self.cost))  # of equals the first: nothing is moved without a gain
-
-    def _homes_of_activations(self, problem: Problem) -> list[str | None]:
-        """List where checkpointed activations may wait for backward; None is where they were computed."""
-        if problem.compute is Tier.CPU or not self.trace.checkpoint_bytes:
-            return [None]
-        return [None, "cpu"]
-
-    def _with_activations(self, problem: Problem, where: str | None, *, explicit: bool) -> Problem:
-        """Pose the problem with the activations that are left on the computing tier when the others are ``where``."""
-        offloads = where is not None
-        if problem.compute is Tier.CPU:
-            left = 0  # they are on top of the cpu budget
-        elif explicit:
-            left = problem.activations
-        else:
-            left = activation_bytes(self.trace, offloaded=offloads)
-        stays = replace(problem, activations=left, offloaded=0, offload_to=None)
-        if where is None:
-            return stays
-        return replace(
-            stays,
-            waiting=problem.waiting + self._waiting_activations(),
-            offloaded=self.trace.checkpoint_bytes,
-            offload_to=Tier(where),
-        )
-
-    def _waiting_activations(self) -> int:
-        return waiting_activations(self.trace) if self.overlapped else 0
 
     def best(
         self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None
@@ -372,8 +357,8 @@ class Planner:
         refusal: BudgetExceeded | None = None
         try:
             first = self.with_moves(problem, fill_fastest(problem), offload_activations)
-            if not any(_slower(problem, first.placement)):
-                return first  # everything where it is computed: there is nothing to decide
+            if all(tier is problem.compute for homes in first.placement.homes for tier in homes.values()):
+                return first  # there is nothing to decide
         except BudgetExceeded as e:
             first, refusal = None, e
         plans = [] if first is None else [first]
@@ -480,22 +465,16 @@ def moves_for(
     speeds = speeds or Speeds.typical()
     room = window_room(problem, placement)
     steps = steps or accesses(trace, problem.layout)
-    chunks = range(len(problem.layout.chunks))
-    moving = [i for i in chunks if problem.needs_window(i, placement.homes[i][WEIGHTS])]
-    sizes = {i: problem.window_bytes(i) for i in moving}
+    moving = problem.moving(placement)
+    sizes = {i: problem.window_bytes(i) for i in sorted(moving)}
     lasting = frozenset(i for i in moving if not problem.layout.chunks[i].trainable)
-    renewed = frozenset(moving) - lasting if accumulate > 1 else frozenset()
+    renewed = moving - lasting if accumulate > 1 else frozenset()
     lasting |= renewed  # until the update, which comes after the last micro-batch
     if policy is not None:
         moves = moves_by_policy(steps, sizes=sizes, room=room, policy=policy, lasting=lasting)
-        return (first_of(moves, steps, renewed), moves) if renewed else (moves, ())
-    # A copy within the computing tier (a shard gathered from ranks, a cast) is not free either: at memory speed.
-    costs = {i: speeds.cost(fetch_traffic(problem, placement.homes[i], i)) + sizes[i] * 1e-12 for i in moving}
-    how = {"lasting": lasting, "renewed": renewed}
-    moves = cheapest_moves(steps, sizes=sizes, room=room, costs=costs, **how, times=accumulate)
+    else:
+        # A copy within the computing tier (a shard gathered from ranks, a cast) is not free either: at memory speed.
+        costs = {i: speeds.cost(fetch_traffic(problem, placement.homes[i], i)) + n * 1e-12 for i, n in sizes.items()}
+        how = {"lasting": lasting, "renewed": renewed}
+        moves = cheapest_moves(steps, sizes=sizes, room=room, costs=costs, **how, times=accumulate)
     return (first_of(moves, steps, renewed), moves) if renewed else (moves, ())
-
-
-def _slower(problem: Problem, placement: Placement) -> list[int]:
-    """Chunks with a plane that is not where it is computed."""
-    return [i for i, homes in enumerate(placement.homes) if any(tier is not problem.compute for tier in homes.values())]

@@ -174,7 +174,7 @@ class Work:
         cause = f"fetch from {home.value}"
         moved = fetch_traffic(problem, homes, index)
         hops = [self._move(way, moved[way], name, cause, index) for way in path(home, problem.compute)]
-        wide = problem.plane_bytes(index)[WEIGHTS]
+        wide = problem.sizes[index][WEIGHTS]
         narrow = problem.window_bytes(index) // self.ranks
         if problem.compute is Tier.CPU and (home is Tier.CPU or wide != narrow):
             # A copy (cast, in fp16) by the host that computes.
@@ -233,7 +233,7 @@ class Work:
         to_files = [boundary for boundary in BOUNDARIES if boundary.target.in_files]
         hops += [self._move(way, moved[way], name, LANDING, index, copies=copies) for way in to_host if moved.get(way)]
         home = homes.get(GRAD)
-        wide = sum(spec.block_bytes for kind, spec in problem.plane_specs(index).items() if kind in GRADS)
+        wide = sum(spec.block_bytes for kind, spec in problem.forms[index].items() if kind in GRADS)
         # By one copy into its plane, summed up before it leaves: the host has nothing to do.
         straight = (
             problem.compute is Tier.GPU and home is Tier.CPU and wide == narrow and not adding and self.ranks == 1
@@ -259,9 +259,7 @@ class Work:
         numel = problem.layout.chunks[index].numel // self.ranks
         grad_bytes = numel * problem.layout.chunks[index].itemsize(problem.precision)
         rule = problem.rule.of(problem.layout.chunks[index].exact)
-        cost = self._costs.update(
-            problem.plane_bytes(index), where, grad_bytes=grad_bytes, beyond_bytes=rule.beyond_bytes
-        )
+        cost = self._costs.update(problem.sizes[index], where, grad_bytes=grad_bytes, beyond_bytes=rule.beyond_bytes)
         update = Hop(Track.UPDATE, "update on gpu" if where is Tier.GPU else "update", cost, name, UPDATE, index)
         moved = update_traffic(problem, homes, index, streamed=streamed)
         hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in BOUNDARIES if moved[way]}

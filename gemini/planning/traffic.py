@@ -41,7 +41,7 @@ def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
     A window on a GPU holds the compute dtype: a wider master (fp16) is cast on the host and crosses narrow.
     """
     home = homes[WEIGHTS]
-    wide = problem.plane_bytes(index)[WEIGHTS]
+    wide = problem.sizes[index][WEIGHTS]
     narrow = problem.window_bytes(index) // problem.layout.ranks
     moved: Traffic = Counter()
     for boundary in path(home, problem.compute):
@@ -63,7 +63,7 @@ def gradient_traffic(
         return moved
     home = homes.get(GRAD, update_tier(problem, homes, streamed=streamed))
     itemsize = chunk.itemsize(problem.precision)
-    planes = [spec for kind, spec in problem.plane_specs(index).items() if kind in GRADS]
+    planes = [spec for kind, spec in problem.forms[index].items() if kind in GRADS]
     for slot in chunk.slots:
         numel = slot.numel // problem.layout.ranks
         if problem.compute is Tier.GPU and home is not Tier.GPU:
@@ -81,7 +81,7 @@ def update_traffic(problem: Problem, homes: Homes, index: int, *, streamed: bool
     where = update_tier(problem, homes, streamed=streamed)
     if not chunk.trainable:
         return moved
-    for kind, num_bytes in problem.plane_bytes(index).items():
+    for kind, num_bytes in problem.sizes[index].items():
         if kind == GRAD_ERROR:
             continue
         source = problem.compute if kind == WEIGHTS and _reads_window(problem, homes, index, where) else homes[kind]
@@ -95,7 +95,7 @@ def _reads_window(problem: Problem, homes: Homes, index: int, where: Tier) -> bo
     """Whether an update takes the weights from where they are gathered: it begins inside backward (gradients are not
     kept), spares the drive, and finds them whole and as wide as at home.
     """
-    chunk, wide = problem.layout.chunks[index], problem.plane_bytes(index)[WEIGHTS]
+    chunk, wide = problem.layout.chunks[index], problem.sizes[index][WEIGHTS]
     return (
         problem.gradients == "transient"
         and homes[WEIGHTS].in_files

@@ -1,16 +1,10 @@
 """The bytes that a step needs beside the planes: staging, gathered weights, gradients on their way, activations.
 
-Closed forms, the same for the planner, which leaves room for them, and for the runtime, which takes it; and what is
-tried in turn where the first choice does not fit: with less staging, and in tiles of tokens.
+Closed forms, the same for the planner, which leaves room for them, and for the runtime, which takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TypeVar
-
-from gemini.errors import BudgetExceeded
 from gemini.planning.layout import Layout, block_of, page_up
 from gemini.planning.planes import ADAM, RuleSpec, bytes_by_kind
 from gemini.planning.trace import MemoryTrace, chunks_of_params
@@ -168,33 +162,3 @@ def activations_at(trace: MemoryTrace, *, offloaded: bool) -> tuple[int, ...]:
         found.append(int((max(peak, 0) + trace.buffer_bytes) * ACTIVATION_MARGIN))
         waiting += moment.saved_bytes - moment.restored_bytes
     return tuple(found)
-
-
-Chosen = TypeVar("Chosen")
-
-
-def with_staging(choose: Callable[[bool], Chosen], *, overlap: bool) -> Chosen:
-    """What ``choose`` makes with staging for every worker, or, where only that does not fit, with one tile of it.
-
-    Raises:
-        BudgetExceeded: if it does not fit without the workers' either.
-    """
-    if overlap:
-        try:
-            return choose(True)
-        except BudgetExceeded:
-            pass  # then what has to be staged is updated in turn
-    return choose(False)
-
-
-def with_tiles(choose: Callable[[MemoryTrace], Chosen], trace: MemoryTrace) -> Chosen:
-    """What ``choose`` makes of the step as it is, or, where that does not fit, of the first one in tiles that does.
-
-    Raises:
-        BudgetExceeded: if none fits; of the last one, which is nearest to it.
-    """
-    *first, last = trace.forms
-    for form in first:
-        with suppress(BudgetExceeded):
-            return choose(form)
-    return choose(last)

@@ -105,7 +105,7 @@ def test_half_a_byte_per_weight(base: Path) -> None:
     assert sum(chunk.spec.payload for chunk in coded) == sum(sizes) // 2
     assert all(chunk.weights.num_bytes == chunk.spec.numel for chunk in coded)
     problem = world_of(model).problem
-    planned = sum(problem.plane_bytes(i)["weights"] for i in range(len(problem.layout.chunks)))
+    planned = sum(problem.sizes[i]["weights"] for i in range(len(problem.layout.chunks)))
     report = model.memory_report()
     assert report["cpu"]["holders"]["weights"] == planned
     assert report["params"] == model.get_nb_trainable_parameters()[1]

@@ -75,11 +75,11 @@ def stack_plan(
     )
     homes = []
     for index in range(len(layout.chunks)):
-        homes.append({kind: weights if kind == WEIGHTS else states for kind in problem.plane_bytes(index)})
+        homes.append({kind: weights if kind == WEIGHTS else states for kind in problem.sizes[index]})
     placement = Placement(tuple(homes))
     held = dict.fromkeys(tiers, 0)
     for index, home in enumerate(homes):
-        for kind, num_bytes in problem.plane_bytes(index).items():
+        for kind, num_bytes in problem.sizes[index].items():
             held[home[kind]] += num_bytes
     for tier, num_bytes in problem.demands(placement).items():
         held[tier] += num_bytes

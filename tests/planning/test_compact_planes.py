@@ -102,7 +102,7 @@ def test_states_move_in_less_than_half_the_bytes() -> None:
         made = plan(trace, None, {Tier.CPU: 2**31, Tier.NVME: 2**44}, compute=Tier.CPU, states=states,
                     gradients="transient")  # fmt: skip
         index = next(i for i, chunk in enumerate(made.layout.chunks) if chunk.payload > 10 * SMALLEST)
-        sizes = made.problem.plane_bytes(index)
+        sizes = made.problem.sizes[index]
         traffic[states] = sum(n for kind, n in sizes.items() if kind not in made.problem.rule.in_memory)
     assert traffic["compact"] <= 0.45 * traffic["exact"]
 

@@ -70,8 +70,8 @@ def test_persistent_state_is_12_bytes_per_param(precision: str) -> None:
 
 def test_frozen_chunks_hold_weights_alone() -> None:
     problem = problem_of({CPU: MUCH}, layout=layout_of(2, frozen=(0,)))
-    assert problem.plane_bytes(0) == {WEIGHTS: 2 * N}
-    assert sum(problem.plane_bytes(1).values()) == 14 * N
+    assert problem.sizes[0] == {WEIGHTS: 2 * N}
+    assert sum(problem.sizes[1].values()) == 14 * N
 
 
 def test_windows_are_needed_where_weights_cannot_be_read_in_place() -> None:
@@ -150,7 +150,7 @@ def test_what_it_places_fits_and_what_it_refuses_names_the_gap(
     used = bytes_per_tier(problem, placement)
     assert all(used[tier] <= budgets[tier] for tier in used)
     for i, homes in enumerate(placement.homes):
-        assert homes.keys() == problem.plane_bytes(i).keys()
+        assert homes.keys() == problem.sizes[i].keys()
         assert set(homes.values()) <= budgets.keys()
     assert placement == fill_fastest(problem), "a pure function"
 
@@ -173,7 +173,7 @@ def test_fractions_are_met_to_within_one_chunk(
         ((WEIGHTS,), weights_gpu, weights_nvme),
         ((*ADAM.states, GRAD), states_gpu, states_nvme),
     ):
-        num_bytes = [sum(problem.plane_bytes(i)[k] for k in kinds) for i in range(len(sizes))]
+        num_bytes = [sum(problem.sizes[i][k] for k in kinds) for i in range(len(sizes))]
         for tier, fraction in ((GPU, on_gpu), (NVME, on_nvme)):
             found = sum(n for n, homes in zip(num_bytes, placement.homes, strict=True) if homes[kinds[0]] is tier)
             assert abs(found - fraction * sum(num_bytes)) <= max(num_bytes), (tier, kinds)

@@ -84,11 +84,11 @@ def test_bytes_are_those_of_the_planes_and_of_nothing_else(rule: RuleSpec) -> No
     own |= dict.fromkeys(("exp_avg", "exp_avg_sq"), 4 * numel)
     wanted = {WEIGHTS: 2 * numel, RESIDUAL: 2 * numel, GRAD: 2 * numel}
     wanted |= {spec.kind: -(-own[spec.kind] // PAGE) * PAGE for spec in rule.planes}
-    assert problem.plane_bytes(0) == wanted
+    assert problem.sizes[0] == wanted
     assert bytes_per_tier(problem, fill_fastest(problem))[CPU] == 8 * sum(wanted.values())
     staged = staged_bytes(TILE, rule)
     assert sum(staged.values()) == staging_bytes(TILE, rule)
-    assert all(staged[kind] >= spec.num_bytes(TILE) for kind, spec in problem.plane_specs(0).items())
+    assert all(staged[kind] >= spec.num_bytes(TILE) for kind, spec in problem.forms[0].items())
     assert sum(size >= 4 * TILE for size in staged.values()) >= 3, "scratch for a tile that is cast while one is read"
 
 
@@ -96,7 +96,7 @@ def test_bytes_are_those_of_the_planes_and_of_nothing_else(rule: RuleSpec) -> No
 def test_less_than_a_byte_per_element_stays_in_memory(rule: RuleSpec) -> None:
     """Its bytes are in the budget of memory, whoever chooses the homes; and nobody can put it elsewhere."""
     roomy = problem_of(rule, {CPU: 2**40, NVME: 2**40})
-    scales = sum(roomy.plane_bytes(i)["scale"] for i in range(8))
+    scales = sum(roomy.sizes[i]["scale"] for i in range(8))
     problem = replace(roomy, budgets={CPU: sum(roomy.spoken_for().values()) + scales, NVME: 2**40})
     for placement in (
         fill_fastest(problem),

@@ -63,7 +63,7 @@ def test_half_a_byte_per_weight_is_planned(ranks: int) -> None:
     budgets = {Tier.GPU: 2**30, Tier.CPU: 2**30}
     problem = pose_problem(with_4bit_base(trace()), budgets, precision="bf16", ranks=ranks)
     (index,) = [chunk.index for chunk in problem.layout.chunks if chunk.coded]
-    assert problem.plane_bytes(index) == {WEIGHTS: WIDTH * WIDTH // 2 // ranks}
+    assert problem.sizes[index] == {WEIGHTS: WIDTH * WIDTH // 2 // ranks}
     assert problem.window_bytes(index) == WIDTH * WIDTH // 2
     assert problem.working_set == WIDTH * WIDTH // 2  # no module reads more at once
 

@@ -43,7 +43,7 @@ def plans(draw: st.DrawFn) -> Plan:
         trace, there, precision=trace.precision, gradients=gradients, offload_activations=offload, ranks=ranks,
         max_chunk=max_chunk,
     )  # fmt: skip
-    planes = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+    planes = sum(sum(sizes.values()) for sizes in problem.sizes)
     taken = problem.spoken_for()
     budgets = {Tier.NVME: ranks * (2 * planes + taken.get(Tier.NVME, 0))}  # of a machine
     budgets[Tier.CPU] = ranks * (taken.get(Tier.CPU, 0) + int(planes * draw(st.sampled_from([0.0, 0.2, 0.5, 1.1]))))

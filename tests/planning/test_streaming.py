@@ -51,7 +51,7 @@ def problem_of(budgets: dict[Tier, int] | None = None, **how: object) -> Problem
 
 
 def homes_of(problem: Problem, index: int = 0, **elsewhere: Tier) -> dict[PlaneKind, Tier]:
-    return {kind: elsewhere.get(kind, CPU) for kind in problem.plane_bytes(index)}
+    return {kind: elsewhere.get(kind, CPU) for kind in problem.sizes[index]}
 
 
 # ---- the value -------------------------------------------------------------------------------------------------------

@@ -103,11 +103,7 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
         "streamed": [Tier.CPU],
     }[job.where]  # fmt: skip
     homes = tuple(
-        {
-            kind: tiers[(i + number) % len(tiers)]
-            for number, kind in enumerate(ADAM.kinds)
-            if kind in problem.plane_bytes(i)
-        }
+        {kind: tiers[(i + number) % len(tiers)] for number, kind in enumerate(ADAM.kinds) if kind in problem.sizes[i]}
         for i in range(len(layout.chunks))
     )
     trained = frozenset(chunk.index for chunk in layout.chunks if chunk.trainable)

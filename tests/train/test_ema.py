@@ -527,7 +527,7 @@ def test_averages_take_four_bytes_per_param_in_memory_and_plans(tmp_path: Path) 
     memory = gemini.MemoryBudget(cpu="1GiB")
     averaged, alone = (gemini.plan(trace, None, memory, optimizer=rule) for rule in (RULE, AdamRule()))
     assert averaged.bytes_per_param == pytest.approx(alone.bytes_per_param * 16 / 12, rel=0.01)
-    held = [sum(tier.get("ema", 0) for tier in plan.planes_held.values()) for plan in (averaged, alone)]
+    held = [sum(tier.get("ema", 0) for tier in plan.held.values()) for plan in (averaged, alone)]
     assert held == [world_of(model).held(Tier.CPU, "ema"), 0]
     assert RULE.spec.touched == ADAM.touched + 8
 

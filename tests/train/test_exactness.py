@@ -150,7 +150,7 @@ def draw(rng: random.Random, model: nn.Module, precision: str, devices: tuple[st
     # Some placements lean to one tier, so that the corners (all on NVMe, all on one tier) come up as well.
     lean = rng.choice((None, None, None, *tiers))
     homes = tuple(
-        {kind: lean if lean and rng.random() < 0.9 else rng.choice(tiers) for kind in problem.plane_bytes(i)}
+        {kind: lean if lean and rng.random() < 0.9 else rng.choice(tiers) for kind in problem.sizes[i]}
         for i in range(len(layout.chunks))
     )
     budgets = bytes_per_tier(problem, Placement(homes))

@@ -35,7 +35,7 @@ def budgets(model: Any, share: float, device: str) -> dict[Tier, int]:
     compute = Tier.GPU if device == "standin" else Tier.CPU
     there = dict.fromkeys((compute, Tier.CPU, Tier.NVME), 2**40)
     problem = pose_problem(trace, there, precision="bf16", max_chunk=MAX_CHUNK)
-    state = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+    state = sum(sum(sizes.values()) for sizes in problem.sizes)
     taken = problem.spoken_for()
     return {
         **{tier: taken.get(tier, 0) + int(share * state) for tier in (compute, Tier.CPU)},

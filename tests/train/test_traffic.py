@@ -158,7 +158,7 @@ def test_a_compact_update_from_a_drive_moves_less_than_half(rule: RuleSpec, most
     for spec in (rule, compact.compact(rule)):
         problem = Problem(trace.layout(rule=spec), "bf16", "transient", {}, Tier.CPU, 0, 0, rule=spec)
         (chunk,) = problem.layout.chunks
-        homes = {kind: Tier.CPU if form.stays_in_memory else Tier.NVME for kind, form in problem.plane_specs(0).items()}
+        homes = {kind: Tier.CPU if form.stays_in_memory else Tier.NVME for kind, form in problem.forms[0].items()}
         moved.append(sum(update_traffic(problem, homes, chunk.index).values()))
     states = len(rule.planes)
     assert moved == [(2 * (2 + 2 + 4 * states) - 2) * numel, (2 * (2 + 1 + states) - 2) * numel]

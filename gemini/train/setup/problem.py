@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from types import MappingProxyType
@@ -24,9 +24,9 @@ from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
-from gemini.planning.planner import Planner, pose_problem
+from gemini.planning.planner import Planner, first_that_fits, pose_problem
 from gemini.planning.trace import MemoryTrace, Source
-from gemini.planning.working import MARGIN, with_staging, with_tiles
+from gemini.planning.working import MARGIN
 from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks
 from gemini.sharing import pool_of
@@ -266,7 +266,7 @@ def decide(
     trace = _trace_to_place(structure, own, config, ranks)
     chooser = _Chooser(config, device, ranks)
     try:
-        chosen = with_tiles(chooser.choose, trace)
+        chosen = first_that_fits(chooser.choose, trace, overlap=config.overlap)
     except BudgetExceeded as e:
         if structure.model.training or not any(param.requires_grad for param, _ in structure.params):
             raise
@@ -334,21 +334,19 @@ class _Chooser:
         self._at_once = pool is not None and pool.at_once
         self._others = 0 if pool is None else -ranks.smallest([-pool.needed_by_others(None, device.tier)])[0]
 
-    def choose(self, trace: MemoryTrace) -> Decision:
-        """Choose with staging for every worker, or else with less of it.
+    def choose(self, trace: MemoryTrace, overlap: bool) -> Decision:
+        """Choose with staging for every worker (``overlap``), or with less of it.
 
         Raises:
             BudgetExceeded: if it does not fit.
         """
-        return with_staging(partial(self._choose, trace), overlap=self._config.overlap)
-
-    def _choose(self, trace: MemoryTrace, overlap: bool) -> Decision:
         config, given = self._config, self._config.placement
         offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
-        problem = self._pose(trace, None if offload == "auto" else offload, overlap=overlap)
+        pose = partial(self._pose, trace, overlap=overlap)
         if isinstance(given, str):
-            plan = self._plan(trace, problem)
+            plan = self._plan(trace, pose)
             return Decision(trace, plan.problem, plan.placement, plan, plan.offload_activations)
+        problem = pose(None if offload == "auto" else offload)
         if isinstance(given, StaticPlacement):
             return Decision(trace, problem, by_fractions(problem, _without_gpu(given, problem)), None, offload)
         placement, of_plan = (given.placement, given) if isinstance(given, Plan) else (given, None)
@@ -376,7 +374,7 @@ class _Chooser:
         at_once = problem.working_set if self._at_once and self._others else 0
         return replace(problem, beside=self._beside, others=self._others + at_once)
 
-    def _plan(self, trace: MemoryTrace, problem: Problem) -> Plan:
+    def _plan(self, trace: MemoryTrace, pose: Callable[[str | None], Problem]) -> Plan:
         config, hardware = self._config, self._config.hardware
         if hardware is None:
             speeds = Speeds.typical()
@@ -386,9 +384,9 @@ class _Chooser:
         planner = Planner(trace, speeds, schedule=schedule, hardware=hardware, policy=config.eviction_policy)
         offload = config.offload_activations
         if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
-            return planner.choose(problem, None, None if offload == "auto" else offload)
-        explicit = _declared_activations(trace, config) is not None
-        return planner.best_of(problem, None, offload, explicit=explicit)
+            offload = None if offload == "auto" else offload
+            return planner.choose(pose(offload), None, offload)
+        return planner.best_of(pose, None, offload)
 
 
 def _warn_of_no_compact(config: GeminiConfig, problem: Problem) -> None:
