@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gemini.tracing.ahead import FakeRunner
-from gemini.tracing.formulas import flops_of
+from gemini.tracing.meter import flops_of
 
 
 class Flow(TorchDispatchMode):

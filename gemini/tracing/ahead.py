@@ -40,7 +40,7 @@ from gemini.planning.token_tiles import as_tiles, tile_sizes
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import check_named, count_tokens, model_class_for
 from gemini.tracing.meter import tensors_in
-from gemini.tracing.observer import Listener, ObservedStep, Observer, trace_of_step
+from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
 from gemini.tracing.targets import Target, make_target
 from gemini.train.context.parallel import imagine_parts, part_of
 from gemini.train.loading.attention import without_package
@@ -482,8 +482,7 @@ def _run(
     mode: FakeTensorMode,
     sent: Counter[str],
 ) -> ObservedStep:
-    seen = Listener()
-    observer = Observer(model, target, listener=seen, free_gradients=True, sent=sent)
+    observer = Observer(model, target, free_gradients=True, sent=sent)
     with ExitStack() as stack:
         stack.callback(observer.detach)
         observer.attach()
@@ -504,9 +503,9 @@ def _run(
             result.backward()
         except Exception as e:
             raise _cannot(model, "backward", e) from e
-    if not seen.steps:
+    if observer.last is None:
         raise GeminiError(f"no backward of {type(model).__name__} was seen: record a step with gemini.MemoryTracer")
-    return seen.steps[-1]
+    return observer.last
 
 
 def loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:

@@ -135,52 +135,27 @@ class ObservedStep:
         return any(moment.phase is Phase.RECOMPUTE for moment in self.moments)
 
 
-class Listener:
-    """What is told of the steps of one model as they begin and end. This one keeps those that have ended."""
-
-    def __init__(self) -> None:
-        self.steps: list[ObservedStep] = []
-
-    def begin_step(self) -> None:
-        """Note that a forward of the model begins, and no step is under way."""
-
-    def end_step(self, step: ObservedStep) -> None:
-        """Take a whole step, forward and backward."""
-        self.steps.append(step)
-
-    def now(self) -> float:
-        """Seconds, when the device has done what it was given."""
-        return time.perf_counter()
-
-
 class Observer:
-    """Hooks on one model. Each forward of the root begins a :class:`ObservedStep`; its backward ends it."""
+    """Hooks on one model. Each forward of the root begins a :class:`ObservedStep`; its backward ends it.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        target: Target,
-        *,
-        listener: Listener,
-        free_gradients: bool,
-        sent: Counter[str] | None = None,
-    ):
-        """
-        ``free_gradients``: whether complete gradients are dropped, as the engine does by moving them away.
-        ``sent``: where those who imagine other ranks count what they would send them.
-        """
-        self._model = model
+    Args:
+        free_gradients: whether complete gradients are dropped, as the engine does by moving them away.
+        sent: where those who imagine other ranks count what they would send them.
+    """
+
+    def __init__(self, model: nn.Module, target: Target, *, free_gradients: bool, sent: Counter[str] | None = None):
+        self.model = model
         self._params = [param for param, _ in distinct_params(model)]
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
-        self._target = target
+        self.target = target
         self._free_gradients = free_gradients
-        self._listener = listener
         self._sent = Counter[str]() if sent is None else sent
         self._hooks: list[Any] = []
         self.meter: Meter | None = None
 
         # The step: what was seen of it, and whether none is under way.
         self.step = ObservedStep()
+        self.last: ObservedStep | None = None
         self._resting = True
         # The calls that run, with the paths of their modules, and the params that they have gathered.
         self._calls = Calls(self, self)
@@ -203,11 +178,11 @@ class Observer:
     def attach(self) -> None:
         """Register the hooks on the same modules as the engine."""
         try:
-            structure = Structure(self._model)
+            structure = Structure(self.model)
             for path, module, read, *_ in structure.readers:
                 params = tuple(dict.fromkeys(self._index_of[id(p)] for p in read))
                 entrance = ENTRANCE.fullmatch(path) is not None and id(module) in structure.holders
-                if module is self._model or params or entrance:
+                if module is self.model or params or entrance:
                     self._attach_to(path, module, params)
             for index, param in enumerate(self._params):
                 if param.requires_grad:
@@ -224,7 +199,7 @@ class Observer:
         self.saved.close()
 
     def _attach_to(self, path: str, module: nn.Module, params: tuple[int, ...]) -> None:
-        root = module is self._model
+        root = module is self.model
 
         def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
             if root and not self._calls.running and torch._C._current_graph_task_id() == -1:
@@ -240,12 +215,11 @@ class Observer:
 
     def make_meter(self, run: Callable[[Any, Any, Any], Any] | None = None) -> Meter:
         """A meter that knows this model's params and buffers. It counts while it is entered."""
-        meter = _CuttingMeter(self._target, run)
-        meter.observer = self
+        meter = Meter(self.target, run, self._notice_backward)
         for index, param in enumerate(self._params):
             handle = handle_of(param)
             meter.know_param(index, param if handle is None else handle.view)
-        meter.leave_out(self._model.buffers())
+        meter.leave_out(self.model.buffers())
         self.meter = meter
         return meter
 
@@ -256,7 +230,7 @@ class Observer:
             yield
             return
         self._outside = True
-        began = self._listener.now()
+        began = self.now()
         try:
             if self.meter is None:
                 yield
@@ -265,9 +239,20 @@ class Observer:
                     yield
         finally:
             self._outside = False
-            self._away += self._listener.now() - began
+            self._away += self.now() - began
 
     # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Called when a forward of the model begins, and no step is under way."""
+
+    def take_step(self, step: ObservedStep) -> None:
+        """Called with each whole step, forward and backward."""
+        self.last = step
+
+    def now(self) -> float:
+        """Seconds, when the device has done what it was given."""
+        return time.perf_counter()
 
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
         """A call of the model that is inside no other. It begins a step unless a backward may be of both (as with pairs
@@ -279,16 +264,16 @@ class Observer:
             self._begin_step()
         self.step.differentiable = with_backward
         shapes = {}
-        for name, value in _named_inputs(self._model, args, kwargs):
+        for name, value in _named_inputs(self.model, args, kwargs):
             shapes[name] = tuple(value.shape)
             if self.meter is not None:
                 self.meter.arrived(value)
         self.step.inputs = self.step.inputs or shapes
-        config = getattr(self._model, "config", None)
+        config = getattr(self.model, "config", None)
         self.step.tokens += count_tokens(shapes, has_decoder=bool(getattr(config, "is_encoder_decoder", False)))
 
     def _begin_step(self) -> None:
-        self._listener.begin_step()
+        self.before_step()
         self._resting = False
         self._calls.abandon()
         self._calls.end_backward()
@@ -314,7 +299,7 @@ class Observer:
         self._path = ""
         step, self.step = self.step, ObservedStep()
         if step.has_backward:
-            self._listener.end_step(step)
+            self.take_step(step)
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
@@ -411,7 +396,7 @@ class Observer:
 
     def _cut(self, key: Any) -> None:
         """End the moment that runs. What stands between two boundaries without an operation is no moment."""
-        now = self._listener.now()
+        now = self.now()
         step = self.step
         step.keys.append(key)
         step.times.append(max(0.0, now - self._since - self._away))
@@ -420,7 +405,7 @@ class Observer:
 
     def _begin_moment(self) -> None:
         self._away = 0.0
-        self._since = self._listener.now()
+        self._since = self.now()
 
     def _close(self) -> int | None:
         meter, moments = self.meter, self.step.moments
@@ -428,8 +413,7 @@ class Observer:
         if not meter.num_ops:
             if self._gradients and moments:  # complete since the last operation
                 last = moments[-1]
-                done = tuple(sorted({*last.gradients, *self._gradients}))
-                moments[-1] = Moment(**{**vars(last), "gradients": done})
+                moments[-1] = replace(last, gradients=tuple(sorted({*last.gradients, *self._gradients})))
                 self._gradients = set()
             return None
         taken = meter.take()
@@ -455,15 +439,6 @@ class Observer:
         )
         self._gradients = set()
         return len(moments) - 1
-
-
-class _CuttingMeter(Meter):
-    """Lets an observer notice a backward at its first operation."""
-
-    observer: Observer
-
-    def begin_work(self) -> None:
-        self.observer._notice_backward()
 
 
 def trace_of_step(

@@ -32,7 +32,6 @@ import torch
 from torch.nn import functional
 
 from gemini.patches import replaced
-from gemini.tracing.formulas import is_coded_product
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -42,6 +41,14 @@ CUBLAS_WORKSPACE = 32 * 2**20
 
 CUDA_ROUND = 512
 """Bytes that the caching allocator rounds up to."""
+
+
+_CODED = "bitsandbytes::gemm_4bit"
+
+
+def is_coded_product(packet: Any) -> bool:
+    """Whether an operation is a product with 4-bit codes. By name: the library need not be installed."""
+    return getattr(packet, "_qualified_op_name", "") == _CODED
 
 
 class Target:

@@ -7,7 +7,7 @@ only cut at the same boundaries, give their seconds.
 from __future__ import annotations
 
 import statistics
-import time
+from collections import Counter
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, with_seconds
-from gemini.tracing.observer import Listener, ObservedStep, Observer, trace_of_step
+from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
 from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
 from gemini.train.modules.mixed import kept_in_fp32
@@ -54,90 +54,24 @@ class MemoryTracer:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"MemoryTracer records an nn.Module, got {type(model).__name__}")
-        first = next(model.parameters(), None)
-        if first is None:
+        if next(model.parameters(), None) is None:
             raise ValueError(f"{type(model).__name__} has no params: there is nothing to trace")
         self._model = model
-        self._engine: Engine | None = model.__dict__.get("_gemini_engine")
-        self._cuda = first.device.type == "cuda" or (
-            self._engine is not None and self._engine.store.device.torch_device.type == "cuda"
-        )
-        self._target = make_target("cuda" if self._cuda else "cpu")
-        self._observer: Observer | None = None
         self._skip = skip
-        self._recorded: ObservedStep | None = None
-        self._timed: list[ObservedStep] = []
-        self._as_python: Any = None  # what keeps compiled code from running while operations are counted
+        self._recorder: _Recorder | None = None
 
     def __enter__(self) -> MemoryTracer:
-        if self._observer is not None:
+        if self._recorder is not None and self._recorder.is_on:
             raise GeminiError("this MemoryTracer is recording already: make one for each block")
-        self._recorded, self._timed = None, []
-        observer = Observer(self._model, self._target, listener=_Listening(self), free_gradients=False)
-        observer.attach()
-        self._observer = observer
-        try:
-            if self._engine is not None:
-                self._engine.watch_apart(observer.elsewhere)
-            if not self._skip:
-                self._begin_counting(observer)
-        except BaseException:
-            self._leave()
-            raise
+        self._recorder = _Recorder(self._model, self._skip)
+        self._recorder.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        observer, self._observer = self._observer, None
-        if observer is None:
-            return
-        if self._engine is not None:
-            self._engine.watch_apart(None)
-        observer.detach()
-        self._end_counting(observer)
-
-    def _begin_counting(self, observer: Observer) -> None:
-        if any(compiled_part(module) is not None for module in self._model.modules()):
-            self._as_python = torch.compiler.set_stance("force_eager")
-        observer.make_meter().__enter__()
-
-    def _end_counting(self, observer: Observer) -> None:
-        if observer.meter is not None:
-            observer.meter.leave_stack()
-        observer.meter = None
-        stance, self._as_python = self._as_python, None
-        if stance is not None:
-            stance.__exit__(None, None, None)
-
-    # ---- steps -------------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """A forward of the model begins, and no step is under way: the one place where the meter can come and go."""
-        observer = self._observer
-        assert observer is not None
-        if self._recorded is not None and observer.meter is not None:
-            self._end_counting(observer)
-        elif self._recorded is None and not self._skip and observer.meter is None:
-            self._begin_counting(observer)
-
-    def _end_step(self, step: ObservedStep) -> None:
-        if self._skip:
-            self._skip -= 1
-        elif self._recorded is None:
-            self._recorded = step
-        else:
-            self._timed.append(step)
-
-    def _now(self) -> float:
-        if self._cuda:  # not run on a GPU: kernels are waited for at each boundary, so overlap is lost
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    # ---- the trace ---------------------------------------------------------------------------------------------------
+        assert self._recorder is not None
+        self._recorder.stop()
 
     @property
     def trace(self) -> MemoryTrace:
@@ -146,26 +80,87 @@ class MemoryTracer:
         Raises:
             GeminiError: until a whole step, forward and backward, has run inside the block.
         """
-        step = self._recorded
-        if step is None:
+        recorder = self._recorder
+        if recorder is None or recorder.recorded is None:
             raise GeminiError(
                 f"no whole step of {type(self._model).__name__} was recorded: run a forward of the model itself and "
                 "the backward of its loss inside the `with gemini.MemoryTracer(model)` block"
             )
-        same = [timed.times for timed in self._timed if timed.keys == [key for key in step.keys if key is not None]]
-        precision = self._precision()
-        kept = kept_in_fp32(self._model, precision) if self._engine is None else self._engine.params.in_fp32
-        made = trace_of_step(self._model, step, precision, kept, target=self._target.name, source=Source.RECORDED)
+        step, engine = recorder.recorded, recorder.engine
+        same = [timed.times for timed in recorder.timed if timed.keys == [key for key in step.keys if key is not None]]
+        precision = self._precision() if engine is None else engine.config.precision
+        kept = kept_in_fp32(self._model, precision) if engine is None else engine.params.in_fp32
+        made = trace_of_step(self._model, step, precision, kept, target=recorder.target.name, source=Source.RECORDED)
         return with_seconds(made, seconds_of_moments(step, same))
 
     def _precision(self) -> str:
-        if self._engine is not None:
-            return self._engine.config.precision
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[torch.dtype] = Counter()
         for param, _ in distinct_params(self._model):
-            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel()
+            sizes[param.dtype] += param.numel()
         most = max(sizes, key=lambda dtype: sizes[dtype])
         return next((name for name, dtype in COMPUTE_DTYPES.items() if dtype is most), "fp32")
+
+
+class _Recorder(Observer):
+    """Counts the operations of the first whole step after ``skip`` others, and times the steps after it."""
+
+    def __init__(self, model: nn.Module, skip: int):
+        self.engine: Engine | None = model.__dict__.get("_gemini_engine")
+        device = next(model.parameters()).device if self.engine is None else self.engine.store.device.torch_device
+        super().__init__(model, make_target("cuda" if device.type == "cuda" else "cpu"), free_gradients=False)
+        self.is_on = False
+        self.recorded: ObservedStep | None = None
+        self.timed: list[ObservedStep] = []
+        self._skip = skip
+        self._as_python: Any = None  # what keeps compiled code from running while operations are counted
+
+    def start(self) -> None:
+        self.attach()
+        self.is_on = True
+        try:
+            if self.engine is not None:
+                self.engine.watch_apart(self.elsewhere)
+            self.before_step()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        self.is_on = False
+        if self.engine is not None:
+            self.engine.watch_apart(None)
+        self.detach()
+        self._end_counting()
+
+    def before_step(self) -> None:
+        """The one place where the meter can come and go."""
+        if self.recorded is not None:
+            self._end_counting()
+        elif not self._skip and self.meter is None:
+            if any(compiled_part(module) is not None for module in self.model.modules()):
+                self._as_python = torch.compiler.set_stance("force_eager")
+            self.make_meter().__enter__()
+
+    def _end_counting(self) -> None:
+        if self.meter is not None:
+            self.meter.leave_stack()
+        self.meter = None
+        stance, self._as_python = self._as_python, None
+        if stance is not None:
+            stance.__exit__(None, None, None)
+
+    def take_step(self, step: ObservedStep) -> None:
+        if self._skip:
+            self._skip -= 1
+        elif self.recorded is None:
+            self.recorded = step
+        else:
+            self.timed.append(step)
+
+    def now(self) -> float:
+        if self.target.name == "cuda":  # not run on a GPU: kernels are waited for at each boundary: overlap is lost
+            torch.cuda.synchronize()
+        return super().now()
 
 
 def seconds_of_moments(step: ObservedStep, later: list[list[float]]) -> list[float]:
@@ -193,19 +188,3 @@ def seconds_of_moments(step: ObservedStep, later: list[list[float]]) -> list[flo
             used.add(owner)
             seconds[last] += times[owner]
     return seconds
-
-
-class _Listening(Listener):
-    """The ear of one tracer."""
-
-    def __init__(self, tracer: MemoryTracer):
-        self._tracer = tracer
-
-    def begin_step(self) -> None:
-        self._tracer._begin()
-
-    def end_step(self, step: ObservedStep) -> None:
-        self._tracer._end_step(step)
-
-    def now(self) -> float:
-        return self._tracer._now()

@@ -141,11 +141,11 @@ def test_seconds_are_those_of_steps_that_are_not_counted() -> None:
     with gemini.MemoryTracer(model) as tracer:
         for _ in range(4):
             model(**batch()).loss.backward()
-    assert len(tracer._timed) == 3 and all(not step.moments for step in tracer._timed)
+    assert len(tracer._recorder.timed) == 3 and all(not step.moments for step in tracer._recorder.timed)
     seconds = tracer.trace.seconds
     assert seconds is not None and 0 < seconds
-    fastest = min(sum(step.times) for step in tracer._timed)
-    slowest = max(sum(step.times) for step in tracer._timed)
+    fastest = min(sum(step.times) for step in tracer._recorder.timed)
+    slowest = max(sum(step.times) for step in tracer._recorder.timed)
     assert 0.1 * fastest < seconds < 2 * slowest
     assert all(moment.seconds is not None and moment.seconds >= 0 for moment in tracer.trace.moments)
 

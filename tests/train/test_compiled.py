@@ -491,7 +491,7 @@ def test_the_tracer_counts_a_step_as_python_and_times_the_others(way: str, manag
             for seed in range(2):
                 on_batch(model, seed).backward()
                 model.zero_grad()
-        return tracer.trace, len(tracer._timed)
+        return tracer.trace, len(tracer._recorder.timed)
 
     compiled, num_timed = traced(WAYS[way](small()))
     assert len(ran) == 2 and num_timed == 1  # the blocks of the second step
