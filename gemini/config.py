@@ -113,43 +113,44 @@ class GeminiConfig:
     eviction: str | EvictionPolicy = "auto"
 
     def __post_init__(self) -> None:
-        if self.precision is not None:
-            _one_of("precision", self.precision, PRECISIONS)
-        _one_of("gradients", self.gradients, GRADIENTS)
-        object.__setattr__(self, "keep_fp32", _as_kept(self.keep_fp32))
-        if self.reduce_dtype is not None:
-            _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
-        _one_of("context_attention", self.context_attention, ("auto", "ulysses", "gathered"))
-        if self.offload_activations is not None:
-            _one_of("offload_activations", self.offload_activations, (*OFFLOAD_TO, "auto"))
-        if not isinstance(self.memory, MemoryBudget):
-            raise TypeError(f"memory= is a gemini.MemoryBudget, got {type(self.memory).__name__}")
-        if isinstance(self.placement, str):
-            _one_of("placement", self.placement, ("auto",))
-        elif not isinstance(self.placement, (StaticPlacement, Placement, Plan)):
-            raise TypeError(
-                f'placement= is "auto", a gemini.StaticPlacement or a gemini.Plan, got {type(self.placement).__name__}'
-            )
-        for name, kind in (("trace", MemoryTrace), ("hardware", Hardware)):
+        for name, allowed in _CHOICES.items():
             value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
+            if value not in allowed and (isinstance(value, str) or name != "eviction"):
+                words = ", ".join(map(repr, filter(None, allowed)))
+                raise ValueError(f"{name}={value!r} is not known; use one of {words}")
+        for name, kind in (("memory", MemoryBudget), ("trace", MemoryTrace), ("hardware", Hardware)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name == "memory"):
                 raise TypeError(f"{name}= is a gemini.{kind.__name__}, got {type(value).__name__}")
-        if not isinstance(self.max_chunk, int) or isinstance(self.max_chunk, bool) or self.max_chunk < 1:
-            raise ValueError(f"max_chunk= is a positive number of elements, got {self.max_chunk!r}")
-        self._check_eviction()
+        if self.placement != "auto" and not isinstance(self.placement, (StaticPlacement, Placement, Plan)):
+            raise TypeError(f'placement= is "auto", a gemini.StaticPlacement or a gemini.Plan, got {self.placement!r}')
+        for name, count in (("max_chunk", self.max_chunk), ("update_threads", self.update_threads)):
+            if (type(count) is not int or count < 1) and (count is not None or name == "max_chunk"):
+                raise ValueError(f"{name}= is a positive number, got {count!r}")
+        policy: Any = self.eviction
+        if not isinstance(policy, str) and (isinstance(policy, type) or not hasattr(policy, "choose")):
+            raise TypeError(
+                f"eviction= is the name of a policy or an object with choose(candidates, missing), got {policy!r}"
+            )
+        if self.eviction != "auto" and isinstance(self.placement, Plan):
+            raise ValueError(
+                "eviction= has no effect with placement=plan, which says what is evicted when: leave it out"
+            )
         for tier in FILED:
             if self.offload_activations == tier.value and self.memory.path_of(tier) is None:
                 raise ValueError(
                     f'offload_activations="{tier.value}" needs MemoryBudget({tier.value}_path=...), the directory of '
                     "the file"
                 )
-        for pair in contradictions(self, _APART):
-            raise ValueError(_APART[pair].format())
-        if self.update_threads is not None and (not isinstance(self.update_threads, int) or self.update_threads < 1):
-            raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
+        if self.gradients == "transient" and self.precision == "fp16":
+            raise ValueError(
+                'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only '
+                'when every gradient is there. Use precision="bf16" or gradients="retain"'
+            )
         if spec_of(self.optimizer) is self.optimizer:
             raise TypeError(f"optimizer= takes an update rule, got only the spec of one: {self.optimizer!r}")
         check_gradients(self.gradients, self.rule_spec)
+        object.__setattr__(self, "keep_fp32", _as_kept(self.keep_fp32))
         if self.tile_tokens != "auto":
             try:
                 object.__setattr__(self, "tile_tokens", as_tiles(tile_sizes(self.tile_tokens)))
@@ -157,19 +158,6 @@ class GeminiConfig:
                 raise ValueError(f"tile_tokens= is {e}") from None
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
-
-    def _check_eviction(self) -> None:
-        if isinstance(self.eviction, str):
-            _one_of("eviction", self.eviction, ("auto", *POLICIES))
-        elif isinstance(self.eviction, type) or not callable(getattr(self.eviction, "choose", None)):
-            raise TypeError(
-                "eviction= is the name of a policy or an object with choose(candidates, missing), got "
-                f"{self.eviction!r}"
-            )
-        if self.eviction != "auto" and isinstance(self.placement, Plan):
-            raise ValueError(
-                "eviction= has no effect with placement=plan, which says what is evicted when: leave it out"
-            )
 
     @property
     def eviction_policy(self) -> EvictionPolicy | None:
@@ -192,13 +180,15 @@ class GeminiConfig:
         return self if self.precision is not None else replace(self, precision=precision)
 
 
-_APART = {
-    ("gradients=transient", "precision=fp16"): (
-        'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only when '
-        'every gradient is there. Use precision="bf16" or gradients="retain"'
-    ),
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "precision": (None, *PRECISIONS),
+    "gradients": GRADIENTS,
+    "reduce_dtype": (None, *PRECISIONS),
+    "context_attention": ("auto", "ulysses", "gathered"),
+    "offload_activations": (None, *OFFLOAD_TO, "auto"),
+    "eviction": ("auto", *POLICIES),
 }
-"""What does not go together in a config, and why."""
+"""What fields may say in words; ``eviction`` may be an object too."""
 
 
 def contradictions(settings: Any, table: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
@@ -236,8 +226,3 @@ def _as_kept(wanted: Any) -> str | tuple[Any, ...] | None:
             f"{wanted!r}"
         )
     return listed
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")

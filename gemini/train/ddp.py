@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import cache, partialmethod
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -79,12 +79,6 @@ class GeminiDDP(nn.Module):
         if cls is not GeminiDDP:
             # type(model)(...) and type(model).from_pretrained(...) mean a new, ordinary model of the original class.
             return cls._gemini_original(*args, **kwargs)
-        if unknown := kwargs.keys() - {"model", "config", "process_group", "mesh"}:
-            raise TypeError(
-                f"GeminiDDP() got an unexpected keyword argument {', '.join(map(repr, sorted(unknown)))}: it takes "
-                "model, config, process_group and mesh. Settings are fields of the config: "
-                "GeminiDDP(model, gemini.GeminiConfig(...))"
-            )
         # It returns `model` itself, whose class is managed by then, so Python calls `__init__` on it: which does
         # nothing.
         return _wrap(*args, **kwargs)
@@ -519,26 +513,21 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     if not hasattr(original, "device"):
         namespace["device"] = _OfEngine()
     first = (*faces_of(original), GeminiDDP)
-    if nn.Module in _laid_out_as(original):
+    laid_out_as: type | None = original
+    while laid_out_as not in (nn.Module, None):
+        laid_out_as = laid_out_as.__base__
+    if laid_out_as is nn.Module:
         return type(original.__name__, (*first, original), namespace)
     # Python changes the class of an object to one of the same layout only, and a class has that of its first base. A
     # class whose own first base is not nn.Module (ABC, Generic[T], a mixin with __slots__) has a layout of its own: it
     # comes first among the bases, and behind ours in the order in which methods are looked for.
-    order = {"mro": partialmethod(_ours_first, original)}
-    kind: Any = type(f"Managed{type(original).__name__}", (type(original),), order)
-    return kind(original.__name__, (original, *first), namespace)
-
-
-def _laid_out_as(kind: type | None) -> Iterator[type]:
-    """Go through the classes whose layout in memory a class has, or has more fields than."""
-    while kind is not None:
-        yield kind
-        kind = kind.__base__
-
-
-def _ours_first(cls: type, original: type) -> list[type]:
     theirs = original.__mro__
-    return [*(kind for kind in type.mro(cls) if kind not in theirs), *theirs]
+
+    def ours_first(cls: type) -> list[type]:
+        return [*(kind for kind in type.mro(cls) if kind not in theirs), *theirs]
+
+    kind: Any = type(f"Managed{type(original).__name__}", (type(original),), {"mro": ours_first})
+    return kind(original.__name__, (original, *first), namespace)
 
 
 class _OfEngine:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
@@ -120,18 +121,21 @@ class Engine:
             params, store, by_names, parts.exposure, parts.saved_weights, is_divided=ranks.shares_params
         )
 
-    def take_home(self, fill: Callable[[ByName, Ranks], None] | None = None) -> None:
+    def take_home(self, fill: Callable[[ByName, Ranks], nn.Module] | None = None) -> nn.Module | None:
         """Take the params over: from here on the model is trained with what was made.
 
         Args:
             fill: writes the values of params that hold none yet to their homes, given those and who shares them.
+
+        Returns:
+            What ``fill`` returned: the model that has the params.
         """
-        if fill is not None:
-            fill(self.by_names, self.ranks)
+        filled = None if fill is None else fill(self.by_names, self.ranks)
         self.adoption.take_all(filled=fill is not None)
         self.store.mover.watch.start_over()  # coming home is no part of the first step
         # What the wrap has made and dropped holds memory of the model that it was.
         gc.collect(0)
+        return filled
 
     @alone
     def drain(self) -> None:

@@ -83,12 +83,6 @@ def manage(
         managed_class: the class of a managed model that had the given one.
     """
     changes, planned = Changes(), model
-
-    def note(homes: ByName, ranks: Ranks) -> None:
-        nonlocal model
-        assert fill is not None
-        model = fill(homes, ranks)
-
     try:
         # Before anything is planned: what is computed in tiles is gathered together.
         sliced = sliced or cut_if_whole(model, mesh, is_filled=fill is None)
@@ -101,7 +95,7 @@ def manage(
         cuts = cuts_in(model) if sliced is None else sliced.by_param(model)
         cuts |= spread.by_param(model) if spread is not None else {}
         if is_told := config.tile_tokens not in (None, "auto"):
-            changes.append(_in_tiles(model, config.tile_tokens))
+            changes.append(_to_call(tile_tokens(model, config.tile_tokens).take_away))
             # What was walked before has not seen that tiled parts are read as a whole.
             structure = None
         structure = structure or Structure(model)
@@ -115,16 +109,18 @@ def manage(
                 cuts=cuts,
                 of_stages=of_stages,
             )
-            engine.take_home(None if fill is None else note)
+            model = engine.take_home(fill) or model
         tokens = engine.decision.tile_tokens
         if sliced is not None:
             changes.append(_to_call(sliced.take_away))
             sliced.put_on(model)
-        changes.append(_give_to(model, engine, whole=spread is not None))
+        model.__dict__["_gemini_engine"] = engine
+        changes.append(_take_from_engine)
+        engine.adoption.becomes_whole = spread is not None
         # With `fill` another module may have come, and "auto" has chosen its tile only now.
         if model is not planned or (tokens is not None and not is_told):
             if tokens is not None:
-                changes.append(_in_tiles(model, tokens))
+                changes.append(_to_call(tile_tokens(model, tokens).take_away))
             structure = Structure(model)
         moved = _Buffers(structure, engine)
         # Before it moves anything: half moved, they can still go back.
@@ -132,16 +128,20 @@ def manage(
         moved.move()
         changes.append(_to_call(prepare_layers(structure, engine.store.device.torch_device)))
         # After what changes forwards (tiles) and devices: hooks hang on the model as it is going to compute.
-        changes.append(_hook(structure, engine))
+        changes.append(_unhook)
+        registered = model.__dict__["_gemini_hooks"] = list[Any]()
+        hooks.attach(structure, engine, registered)
         if engine.ranks.context.size > 1:
             changes.append(_divide_sequences(model, engine))
         if engine.ranks.same_batch.size > 1:
-            model.__dict__["_gemini_hooks"].append(compare_first_batch(model, engine.ranks.same_batch))
+            registered.append(compare_first_batch(model, engine.ranks.same_batch))
         if spread is not None:
             changes.append(_to_call(spread.take_away))
             spread.put_on(model, engine.ranks)
         # Last: until here the model is an ordinary one to everybody, errors included.
-        changes.append(_become(model, managed_class))
+        original = type(model)
+        changes.append(lambda model: setattr(model, "__class__", original))
+        model.__class__ = managed_class(original)  # type: ignore[assignment]
     except BaseException:
         changes.undo(model)
         raise
@@ -243,27 +243,19 @@ def _to_call(undo: Callable[[], None]) -> Undo:
     return lambda model: undo()
 
 
-def _in_tiles(model: nn.Module, tokens: int | str | None) -> Undo:
-    """Let MLPs, norms and the head compute a few tokens at a time."""
-    return _to_call(tile_tokens(model, tokens).take_away)
+def _take_from_engine(model: nn.Module) -> None:
+    """Make the params of the model its own again, and let go of its engine."""
+    engine: Engine = model.__dict__["_gemini_engine"]
+    try:
+        engine.adoption.give_back()
+    # Also if giving back fails: the engine then closes itself, and what it holds is freed.
+    finally:
+        del model.__dict__["_gemini_engine"]
 
 
-def _give_to(model: nn.Module, engine: Engine, *, whole: bool) -> Undo:
-    """Give the engine, which has taken the params already, to the model. At the end params that are slices become
-    whole again if ``whole`` says so.
-    """
-    model.__dict__["_gemini_engine"] = engine
-    engine.adoption.becomes_whole = whole
-
-    def undo(model: nn.Module) -> None:
-        engine: Engine = model.__dict__["_gemini_engine"]
-        try:
-            engine.adoption.give_back()
-        # Also if giving back fails: the engine then closes itself, and what it holds is freed.
-        finally:
-            del model.__dict__["_gemini_engine"]
-
-    return undo
+def _unhook(model: nn.Module) -> None:
+    for hook in model.__dict__.pop("_gemini_hooks", ()):
+        hook.remove()
 
 
 class _Buffers:
@@ -298,25 +290,6 @@ class _Buffers:
                     module._buffers[name] = buffer.to("cpu")
 
 
-def _hook(structure: Structure, engine: Engine) -> Undo:
-    """Let modules tell the engine when they begin and end."""
-    registered: list[Any] = []
-
-    def undo(model: nn.Module) -> None:
-        model.__dict__.pop("_gemini_hooks", None)
-        for hook in registered:
-            hook.remove()
-
-    # The list fills as hooks are registered, so that a failure removes those that are there.
-    try:
-        hooks.attach(structure, engine, registered)
-    except BaseException:
-        undo(structure.model)
-        raise
-    structure.model.__dict__["_gemini_hooks"] = registered
-    return undo
-
-
 def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
     """Let ranks compute parts of sequences, and meet inside attention."""
     reference = weakref.ref(engine.shards)  # what transformers knows of attention outlives the model
@@ -329,14 +302,3 @@ def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
     divided = divide_sequences(model, engine.ranks, engine.config.context_attention, meet)
     assert divided is not None
     return _to_call(divided.take_away)
-
-
-def _become(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> Undo:
-    # The undo takes the model as an argument: one that it kept itself would be kept by its own list.
-    original = type(model)
-
-    def undo(model: nn.Module) -> None:
-        model.__class__ = original  # type: ignore[assignment]
-
-    model.__class__ = managed_class(original)  # type: ignore[assignment]
-    return undo

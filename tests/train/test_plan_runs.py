@@ -212,5 +212,5 @@ def test_plans_and_traces_of_something_else_are_refused(tmp_path: Path) -> None:
         wrap({**there, Tier.CPU: there[Tier.CPU] // 4}, "cpu", tmp_path, placement=said)
     with pytest.raises(TypeError, match=r"trace= is a gemini.MemoryTrace, got str"):
         gemini.GeminiConfig(trace="trace.json")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a gemini.StaticPlacement or a gemini.Plan, got dict"):
+    with pytest.raises(TypeError, match="a gemini.StaticPlacement or a gemini.Plan, got {}"):
         gemini.GeminiConfig(placement={})  # type: ignore[arg-type]

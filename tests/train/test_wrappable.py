@@ -222,7 +222,7 @@ def test_what_can_be_managed_computes_as_the_plain_loop(kind: str, tmp_path: Pat
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("moment", ["buffers are there", "first hook", "last hook", "hooks are there", "class"])
+@pytest.mark.parametrize("moment", ["buffers are there", "first hook", "last hook", "class"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_wrap_that_breaks_off_is_undone(
     precision: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -253,8 +253,6 @@ def test_a_wrap_that_breaks_off_is_undone(
         monkeypatch.setattr(ddp, "managed_class", no_class)
     elif moment == "buffers are there":
         monkeypatch.setattr(wrap, "prepare_layers", breaks)
-    elif moment == "hooks are there":
-        monkeypatch.setattr(wrap, "_become", breaks)
     else:
         monkeypatch.setattr(hooks, "hook_around", breaks)
     with pytest.warns(UserWarning, match="float64"), pytest.raises(KeyboardInterrupt):
