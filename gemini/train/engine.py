@@ -163,7 +163,7 @@ class Engine:
         self.drain()
         self.store.transfers.check_invariants()
         self.store.manager.check_invariants()
-        self.activations.check_invariants()
+        self.activations.flights.check_invariants()
         self.store.check_planes(self.stepping.rule.spec.kinds)
         if not self.state.computing:
             assert all(isinstance(h.param, ManagedParameter) for h in self.params.handles)

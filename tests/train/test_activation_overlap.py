@@ -287,7 +287,7 @@ def test_what_is_in_flight_gives_way(device: str, offload: str, tmp_path: Path) 
     model = wrap(tmp_path, device, offload)
     world = world_of(model)
     loss = model(noise())
-    world.activations.begin_backward()  # reads ahead, of what has been written
+    world.activations.flights.begin_backward()  # reads ahead, of what has been written
     tier = world.device.tier
     free = world.free(tier) + world.held(tier, IN_FLIGHT)
     assert free > world.free(tier)

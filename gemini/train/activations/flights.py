@@ -13,15 +13,16 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from gemini.interrupts import WHOLE
 from gemini.ledger import WELCOME, Ledger, Turn, Want
-from gemini.memory.devices.device import Event
+from gemini.memory.devices.device import DONE, Event
 from gemini.memory.devices.pages import in_pages
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.transfers import Lane, Transfer
@@ -47,19 +48,7 @@ _SAVE, _RESTORE = "offload activations", "fetch activations"
 class Offloaded:
     """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
 
-    __slots__ = (
-        "__weakref__",
-        "device",
-        "dtype",
-        "error",
-        "num_bytes",
-        "place",
-        "restoring",
-        "saving",
-        "shape",
-        "stride",
-        "_gone",
-    )
+    __slots__ = "__weakref__ _gone device dtype error num_bytes place restoring saving shape stride".split()
 
     def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
         self._gone, self.place = gone, place
@@ -81,8 +70,7 @@ class Offloaded:
         if place is not None:
             self._gone.append(Gone(place, self.num_bytes, self.saving, self.restoring))
 
-    def __del__(self) -> None:
-        self.let_go()
+    __del__ = let_go
 
 
 class Gone(NamedTuple):
@@ -123,117 +111,28 @@ class _ForBuffer(Want):
         return 0 if self.buffer is not None else super().take()
 
 
-class FlightRoom:
-    """The memory of all flights of one model. Called by the training thread alone.
-
-    Args:
-        staged: they pass through page-aligned host buffers, on their way to and from the drive.
-    """
-
-    def __init__(self, store: ChunkStore, *, staged: bool):
-        self._ledger = store.ledger
-        self._device, self._computing = store.device, store.device.tier
-        self._is_staged = staged
-        self.is_apart = store.device.keeps_windows
-        """Whether what windows leave is of no use here."""
-        self._parked: dict[int, list[torch.Tensor]] = {}  # by size; in the ledger as if in use
-        store.ledger.register(Turn.BUFFERS, self.trim, Tier.CPU)
-
-    def held(self, tier: Tier) -> int:
-        """Bytes of that tier."""
-        return self._ledger.held(tier, IN_FLIGHT)
-
-    def start_over(self) -> None:
-        """Hold nothing, whatever the books say: an interrupt came between two lines of them."""
-        self.trim()
-        for tier in {self._computing, Tier.CPU}:
-            held = self._ledger.held(tier, IN_FLIGHT)
-            if held:
-                self._ledger.release(tier, held, IN_FLIGHT)
-
-    def lend(self, flight: Flight, asking: frozenset[Turn]) -> bool:
-        """Give a flight memory, from room that is left over. False if there is none; then it has none."""
-        if self._is_staged and flight.buffer is None:
-            flight.buffer = self._take_buffer(flight.num_bytes, asking)
-            if flight.buffer is None:
-                return False
-        if self._computing is Tier.CPU or self._ledger.reserve_if_room(
-            self._computing, flight.num_bytes, IN_FLIGHT, asking
-        ):
-            return True
-        # Both or neither: a flight that holds half of its memory would keep others from theirs.
-        if flight.buffer is not None:
-            self._park(flight.buffer)
-            flight.buffer = None
-        return False
-
-    def _take_buffer(self, num_bytes: int, asking: frozenset[Turn]) -> torch.Tensor | None:
-        """A host buffer that is in the ledger, or None."""
-        want = _ForBuffer(self._ledger, num_bytes, asking, self._parked)
-        if not self._ledger.obtain(want):
-            return None
-        if want.buffer is not None:
-            return want.buffer
-        try:
-            # Not zeroed: the flight overwrites all of it that anybody reads.
-            return self._device.make_host_buffer(num_bytes, zeroed=False)
-        except BaseException:
-            self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
-            raise
-
-    def _park(self, buffer: torch.Tensor) -> None:
-        """Keep it for the next one of its size: its pages are there already."""
-        self._parked.setdefault(buffer.nbytes, []).append(buffer)
-
-    def trim(self, want: Want | None = None) -> bool:
-        """Give buffers back that nothing travels in; False if there are none."""
-        num_bytes = sum(size * len(parked) for size, parked in self._parked.items())
-        self._parked.clear()
-        if num_bytes:
-            self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
-        return num_bytes > 0
-
-    def check_invariants(self, flights: Sequence[Flight]) -> None:
-        """Check the ledger's equation: what is held is what these travel in, and what waits for the next one."""
-        buffers = sum(flight.num_bytes for flight in flights if flight.buffer is not None)
-        held = {Tier.CPU: buffers + sum(size * len(parked) for size, parked in self._parked.items())}
-        if self._computing is not Tier.CPU:
-            held[self._computing] = sum(flight.num_bytes for flight in flights)
-        assert all(self.held(tier) == num_bytes for tier, num_bytes in held.items()), held
-
-    def free(self, flight: Flight, *, park: bool = False) -> None:
-        """Take back the memory of a flight that is over."""
-        buffer, on_device = flight.buffer, self._computing is not Tier.CPU
-        # The memory before the books: they may say more than there is, never less.
-        flight.buffer = flight.on_device = None
-        if on_device:
-            self._ledger.release(self._computing, flight.num_bytes, IN_FLIGHT)
-        if buffer is not None and park:
-            self._park(buffer)
-        elif buffer is not None:
-            self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
-
-
 class Flights:
     """The activations in flight of one model; none where its moves are made in turn.
 
     Args:
-        tier: where they wait.
+        tier: where they wait. To and from a drive they pass through page-aligned host buffers.
     """
 
     def __init__(self, store: ChunkStore, tier: Tier):
         self.in_turn = False
         """Whether moves are made in turn: then nothing is begun here."""
         self._device, self._mover, self._file = store.device, store.mover, store.files.get(tier)
-        self._room = FlightRoom(store, staged=self._file is not None)
+        self._ledger, self._transfers = store.ledger, store.transfers
         self._tier, self._computing = tier, store.device.tier
-        self._transfers = store.transfers
-        self.saving, self.restoring = store.transfers.open[Lane.OFFLOAD], store.transfers.open[Lane.RESTORE]
+        self.saving: dict[Any, Any] = store.transfers.open[Lane.OFFLOAD]
+        self.restoring: dict[Any, Any] = store.transfers.open[Lane.RESTORE]
+        self._parked: dict[int, list[torch.Tensor]] = {}  # buffers by size; in the ledger as if in use
         self._untold: list[BaseException] = []  # errors of saves that nobody has heard of
         self._order: list[weakref.ref[Offloaded] | None] = []  # in the order of saving; None where backward has been
         self._at = -1  # place in it that backward has come to
         self._largest = 0  # bytes of the largest tensor so far
         self._is_starved = False
+        store.ledger.register(Turn.BUFFERS, self._trim, Tier.CPU)
         store.ledger.register(Turn.FLIGHTS, self.relieve, *{Tier.CPU, self._computing})
         store.ledger.register_claim(self._computing, self.missing)
 
@@ -252,11 +151,11 @@ class Flights:
         num_bytes = offloaded.num_bytes
         self._largest = max(self._largest, num_bytes)
         flight = Flight(Lane.OFFLOAD, offloaded)
-        while self._too_many(num_bytes):
+        while sum(other.num_bytes for other in self.saving.values()) + num_bytes > max(DEPTH, 2 * num_bytes):
             self._end_oldest()
-        if not self._room.lend(flight, BEHIND):
+        if not self._lend(flight, BEHIND):
             # Parked buffers of other sizes are no use here, and whoever moves this one in turn may need the memory.
-            self._room.trim()
+            self._trim()
             self._is_starved = True
             return False
         with self._or_free(flight):
@@ -271,18 +170,13 @@ class Flights:
         except BaseException:
             if flight.key not in self._transfers.open[flight.lane]:
                 flight.copies.wait_until_over()
-                self._room.free(flight)
+                self._free(flight)
             raise
-
-    def _too_many(self, num_bytes: int) -> bool:
-        """Whether one more of so many bytes would be too much in flight."""
-        return sum(flight.num_bytes for flight in _flights(self.saving)) + num_bytes > max(DEPTH, 2 * num_bytes)
 
     def _begin_save(self, flight: Flight, offloaded: Offloaded, tensor: torch.Tensor) -> None:
         """Copy what the tensor holds, and begin to move the copy."""
         mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
-        file, buffer, place = self._file, flight.buffer, offloaded.place
-        working = Working(mover.watch.moved)
+        file, buffer, place, working = self._file, flight.buffer, offloaded.place, Working(self._mover.watch.moved)
 
         def write() -> None:
             assert file is not None and buffer is not None
@@ -294,34 +188,32 @@ class Flights:
                     file.write(buffer, place)
 
         flight.run = write
+        into = (place if buffer is None else buffer)[: tensor.nbytes]
         if computing is Tier.CPU:
-            assert buffer is not None
             # Here and now: when this returns the model may overwrite the tensor.
-            buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            with WHOLE:
-                self._transfers.submit(flight)
-                offloaded.saving = flight
-            return
-        # A copy on the device: the model may overwrite the tensor before the link has come to it.
-        on_device = flight.on_device = tensor.clone(memory_format=torch.contiguous_format)
-        source, into = _bytes(on_device), (place if buffer is None else buffer)[: tensor.nbytes]
+            into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        else:
+            # A copy on the device: the model may overwrite the tensor before the link has come to it.
+            flight.on_device = tensor.clone(memory_format=torch.contiguous_format)
         with WHOLE:  # memory of a flight that is not known would be given to others while it is copied
-            flight.copies = mover.under_way(
-                computing, Tier.CPU, num_bytes, lambda: device.copy(into, source, "offload", kept=True), _SAVE, -1
-            )
-            begin = self._transfers.add if self._tier is Tier.CPU else self._transfers.submit
+            if flight.on_device is not None:
+                source = _bytes(flight.on_device)
+                flight.copies = mover.under_way(
+                    computing, Tier.CPU, num_bytes, lambda: device.copy(into, source, "offload", kept=True), _SAVE, -1
+                )
+            begin = self._transfers.add if file is None else self._transfers.submit
             begin(flight)
             offloaded.saving = flight
 
     def _end_oldest(self) -> None:
         """Wait for the save that was begun first."""
-        if flight := next(_flights(self.saving), None):
+        if flight := next(iter(self.saving.values()), None):
             self._transfers.wait(flight, "activation", "wait for room to offload activations")
             self.reap()
 
     def reap(self) -> None:
         """Take note of the saves that are over; what went wrong is told by :meth:`check`."""
-        while (flight := next(_flights(self.saving), None)) is not None and flight.is_over():
+        while (flight := next(iter(self.saving.values()), None)) is not None and flight.is_over():
             # Its memory goes back in any case; the error is told to whoever asks for the tensor.
             error, offloaded = self._end(flight), flight.of()
             if offloaded is not None:
@@ -335,11 +227,15 @@ class Flights:
         # Off the list and freed together: what is off it is freed by nobody else.
         with WHOLE:
             self._transfers.end(flight)
-            self._room.free(flight, park=error is None)
+            self._free(flight, park=error is None)
         return error
 
     def check(self) -> None:
-        """Raise what went wrong behind, once; then nothing is in flight."""
+        """Raise what went wrong behind that nobody has waited for, once; then nothing is in flight.
+
+        Raises:
+            StorageError: and whatever else it was.
+        """
         self.reap()
         if self._untold:
             error = self._untold[0]
@@ -362,8 +258,6 @@ class Flights:
 
     def begin_backward(self) -> None:
         """Begin to read what was saved last."""
-        if self.in_turn:
-            return
         self._at = len(self._order) - 1
         with self._mover.about("activation", _RESTORE):
             self.read_ahead()
@@ -376,8 +270,7 @@ class Flights:
         wanted: list[Offloaded] = []
         num_bytes = 0
         # From a few behind the place: within a block backward asks in the order of saving.
-        for at in range(min(self._at + _TOGETHER, len(self._order) - 1), -1, -1):
-            known = self._order[at]
+        for known in reversed(self._order[: self._at + _TOGETHER + 1]):
             offloaded = None if known is None else known()
             if offloaded is None or offloaded in wanted:
                 continue
@@ -386,7 +279,7 @@ class Flights:
             wanted.append(offloaded)
             num_bytes += offloaded.num_bytes
         # What is not wanted goes first: its memory is for what is.
-        for flight in [flight for flight in _flights(self.restoring) if flight.of() not in wanted]:
+        for flight in [flight for flight in self.restoring.values() if flight.of() not in wanted]:
             self.take_back(flight)
         for offloaded in wanted:
             if offloaded.saving is None and offloaded.restoring is None and not self._begin_restore(offloaded):
@@ -394,51 +287,43 @@ class Flights:
 
     def _begin_restore(self, offloaded: Offloaded) -> bool:
         """Begin to move a tensor back; False if there is no room."""
+        mover, device, computing, place = self._mover, self._device, self._computing, offloaded.place
         flight = Flight(Lane.RESTORE, offloaded)
-        if not self._room.lend(flight, AHEAD):
+        if not self._lend(flight, AHEAD):
             return False
+        file, buffer, num_bytes, working = self._file, flight.buffer, flight.num_bytes, Working(mover.watch.moved)
         with self._or_free(flight):
-            if self._computing is not Tier.CPU:
+            into: torch.Tensor | None = None
+            if computing is not Tier.CPU:
                 flight.on_device = torch.empty(offloaded.shape, dtype=offloaded.dtype, device=offloaded.device)
-            begin = self._copy_back if self._tier is Tier.CPU else self._read_back
-            begin(flight, offloaded)
+                into = _bytes(flight.on_device)
+            # Behind it nobody uses what is the memory of ``into`` now; the worker comes much later.
+            free = DONE if file is None else device.mark()
+
+            def send(source: torch.Tensor, **after: Any) -> Event:
+                assert into is not None
+                return device.copy(into, source[: into.numel()], "restore", kept=True, **after)
+
+            def read() -> None:
+                assert file is not None and buffer is not None
+                label = torch.profiler.record_function("gemini::fetch_activation")
+                with label, mover.working(working), mover.about("activation", _RESTORE):
+                    with mover.crossing(file.tier, Tier.CPU, num_bytes):
+                        file.read(buffer, place)
+                    if into is not None:
+                        with mover.crossing(Tier.CPU, computing, num_bytes):
+                            send(buffer, after=free, behind_computing=False).wait()
+
+            flight.run = read
+            with WHOLE:
+                if file is None:
+                    begin = partial(send, place)
+                    flight.copies = mover.under_way(Tier.CPU, computing, num_bytes, begin, _RESTORE, -1)
+                    self._transfers.add(flight)
+                else:
+                    self._transfers.submit(flight)
+                offloaded.restoring = flight
         return True
-
-    def _copy_back(self, flight: Flight, offloaded: Offloaded) -> None:
-        device, place, into = self._device, offloaded.place, _bytes(_there(flight.on_device))
-
-        def copy() -> Event:
-            return device.copy(into, place[: into.numel()], "restore", kept=True)
-
-        with WHOLE:
-            flight.copies = self._mover.under_way(Tier.CPU, self._computing, flight.num_bytes, copy, _RESTORE, -1)
-            self._transfers.add(flight)
-            offloaded.restoring = flight
-
-    def _read_back(self, flight: Flight, offloaded: Offloaded) -> None:
-        mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
-        file, buffer, place = self._file, flight.buffer, offloaded.place
-        working = Working(mover.watch.moved)
-        into = None if flight.on_device is None else _bytes(flight.on_device)
-        free = device.mark()  # behind it nobody uses what is the memory of ``into`` now; the worker comes much later
-
-        def read() -> None:
-            assert file is not None and buffer is not None
-            label = torch.profiler.record_function("gemini::fetch_activation")
-            with label, mover.working(working), mover.about("activation", _RESTORE):
-                with mover.crossing(file.tier, Tier.CPU, num_bytes):
-                    file.read(buffer, place)
-                if into is not None:
-                    with mover.crossing(Tier.CPU, computing, num_bytes):
-                        arrived = device.copy(
-                            into, buffer[: into.numel()], "restore", after=free, behind_computing=False, kept=True
-                        )
-                        arrived.wait()
-
-        flight.run = read
-        with WHOLE:
-            self._transfers.submit(flight)
-            offloaded.restoring = flight
 
     def take(self, offloaded: Offloaded) -> torch.Tensor | None:
         """Return the values, contiguous, if they came ahead or have not left yet; None: they must be moved now.
@@ -503,27 +388,92 @@ class Flights:
         if flight.key in self.restoring:
             self._end(flight)
 
-    # ---- room ---------------------------------------------------------------------------------------------------
+    def end_backward(self) -> None:
+        """End what is on its way back: nothing is asked for until another backward."""
+        while self.restoring:
+            self._end_one()
+        self.reap()
+        self._trim()
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def _lend(self, flight: Flight, asking: frozenset[Turn]) -> bool:
+        """Give a flight memory, from room that is left over. False if there is none; then it has none."""
+        tier, num_bytes = self._computing, flight.num_bytes
+        if self._file is not None:
+            flight.buffer = self._take_buffer(num_bytes, asking)
+            if flight.buffer is None:
+                return False
+        if tier is Tier.CPU or self._ledger.reserve_if_room(tier, num_bytes, IN_FLIGHT, asking):
+            return True
+        # Both or neither: a flight that holds half of its memory would keep others from theirs.
+        if flight.buffer is not None:
+            self._parked.setdefault(num_bytes, []).append(flight.buffer)
+            flight.buffer = None
+        return False
+
+    def _take_buffer(self, num_bytes: int, asking: frozenset[Turn]) -> torch.Tensor | None:
+        """A host buffer that is in the ledger, or None."""
+        want = _ForBuffer(self._ledger, num_bytes, asking, self._parked)
+        if not self._ledger.obtain(want):
+            return None
+        if want.buffer is not None:
+            return want.buffer
+        try:
+            # Not zeroed: the flight overwrites all of it that anybody reads.
+            return self._device.make_host_buffer(num_bytes, zeroed=False)
+        except BaseException:
+            self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
+            raise
+
+    def _free(self, flight: Flight, *, park: bool = False) -> None:
+        """Take back the memory of a flight that is over."""
+        buffer = flight.buffer
+        # The memory before the books: they may say more than there is, never less.
+        flight.buffer = flight.on_device = None
+        if self._computing is not Tier.CPU:
+            self._ledger.release(self._computing, flight.num_bytes, IN_FLIGHT)
+        if buffer is not None and park:
+            # For the next one of its size: its pages are there already.
+            self._parked.setdefault(buffer.nbytes, []).append(buffer)
+        elif buffer is not None:
+            self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
+
+    def _trim(self, want: Want | None = None) -> bool:
+        """Give buffers back that nothing travels in; False if there are none."""
+        num_bytes = self._parked_bytes
+        self._parked.clear()
+        if num_bytes:
+            self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
+        return num_bytes > 0
+
+    @property
+    def _parked_bytes(self) -> int:
+        return sum(size * len(parked) for size, parked in self._parked.items())
 
     def headroom_bytes(self) -> int:
         """Memory that windows should leave for transfers of activations: two tensors', or none if one found no room, or
         has no use for theirs.
         """
-        return 0 if self._is_starved or self._room.is_apart else 2 * self._largest
+        return 0 if self._is_starved or self._device.keeps_windows else 2 * self._largest
 
     def missing(self) -> int:
         """Bytes of that headroom that they do not hold, in flight or ready to be."""
-        return max(self.headroom_bytes() - self._room.held(self._computing), 0)
+        return max(self.headroom_bytes() - self._ledger.held(self._computing, IN_FLIGHT), 0)
 
     def relieve(self, want: Want) -> bool:
         """Give back some memory, waiting if need be; False if none of that tier is held."""
         if want.holder == IN_FLIGHT:  # whose buffer is one that was just parked
             return self._end_one(saves_first=True)
-        return self._room.held(want.tier) > 0 and self._give()
+        return self._ledger.held(want.tier, IN_FLIGHT) > 0 and self._give()
 
     def _give(self) -> bool:
         """Give back some memory: parked buffers, else those of one flight; False if there are none."""
-        return self._room.trim() or (self._end_one() and (self._room.trim() or True))
+        if self._trim():
+            return True
+        is_any = self._end_one()
+        self._trim()
+        return is_any
 
     def _end_one(self, *, saves_first: bool = False) -> bool:
         """End one flight, the one that costs least; False if there is none."""
@@ -532,17 +482,10 @@ class Flights:
             self._end_oldest()
         elif self.restoring:
             # The last one: it is needed latest.
-            self.take_back(list(_flights(self.restoring))[-1])
+            self.take_back(next(reversed(self.restoring.values())))
         else:
             return False
         return True
-
-    def end_backward(self) -> None:
-        """End what is on its way back: nothing is asked for until another backward."""
-        while self.restoring:
-            self._end_one()
-        self.reap()
-        self._room.trim()
 
     def drain(self) -> None:
         """Wait until nothing is in flight, whatever became of it."""
@@ -550,23 +493,20 @@ class Flights:
             pass
 
     def start_over(self) -> None:
-        """After an interrupt, which may have come between two lines of the books: nothing is held."""
+        """Hold nothing, whatever the books say: an interrupt may have come between two lines of them."""
         self.drain()
-        self._room.start_over()
+        for tier in {self._computing, Tier.CPU}:
+            if held := self._ledger.held(tier, IN_FLIGHT):
+                self._ledger.release(tier, held, IN_FLIGHT)
 
     def check_invariants(self) -> None:
         """The ledger's equation: what is held is what flights travel in, and what waits for the next one."""
-        self._room.check_invariants([*_flights(self.saving), *_flights(self.restoring)])
-
-
-def _flights(open_ones: dict[Any, Transfer]) -> Iterator[Flight]:
-    """The flights among transfers, in the order of their beginning."""
-    return (flight for flight in open_ones.values() if isinstance(flight, Flight))
-
-
-def _there(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor
+        flights = [*self.saving.values(), *self.restoring.values()]
+        buffers = sum(flight.num_bytes for flight in flights if flight.buffer is not None)
+        held = {Tier.CPU: buffers + self._parked_bytes}
+        if self._computing is not Tier.CPU:
+            held[self._computing] = sum(flight.num_bytes for flight in flights)
+        assert all(self._ledger.held(tier, IN_FLIGHT) == num_bytes for tier, num_bytes in held.items()), held
 
 
 def _without_traceback(error: Exception) -> Exception:

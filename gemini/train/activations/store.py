@@ -50,18 +50,14 @@ class Shelf:
         self._device, self._mover = store.device, store.mover
 
     def prepare(self) -> None:
-        """Reserve what a move needs beside the tensor's own place, and before that.
-
-        Raises:
-            BudgetExceeded: if there is no room.
-        """
+        """Reserve what a move needs beside the tensor's own place, and before that."""
 
     def allocate(self, num_bytes: int) -> Any:
         """Make a place, which is in the ledger already."""
         return self._device.make_host_buffer(num_bytes, zeroed=False)
 
     def give_back(self, place: Any) -> None:
-        """Let others have a place; no effect for one that was given back. A buffer goes with the last reference."""
+        """Let others have a place; no effect for one that was given back."""
 
     def give_back_all_but(self, places: list[Any]) -> None:
         """Give back the places that nobody knows any more."""
@@ -83,8 +79,7 @@ class FileShelf(Shelf):
     def __init__(self, store: ChunkStore, file: SpillFile):
         super().__init__(store)
         self._file = file
-        self._slots: dict[int, int] = {}
-        """Bytes of what is taken of the file, by offset."""
+        self._slots: dict[int, int] = {}  # bytes of what is taken of the file, by offset
 
     def prepare(self) -> None:
         self._mover.scratch(1, torch.uint8, PAGE)
@@ -120,7 +115,7 @@ class FileShelf(Shelf):
             with self._mover.crossing(Tier.CPU, self._device.tier, stop - start):
                 self._device.copy(part, staged[: part.numel()], "restore").wait()
 
-    def _pieces(self, num_bytes: int) -> Any:
+    def _pieces(self, num_bytes: int) -> list[tuple[int, int]]:
         """Ranges of bytes that fit the staging area."""
         return tiles(0, num_bytes, max(self._mover.tile * 4 // PAGE * PAGE, PAGE))
 
@@ -175,16 +170,10 @@ class ActivationStore:
                 self._is_open = False
                 torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    def begin_backward(self) -> None:
-        """Begin to bring back what was saved last, which is asked for soon."""
-        if self.offloads:
-            self.flights.begin_backward()
-
     def end_backward(self) -> None:
         """Give back what is left: nothing is asked for any more."""
-        if self.offloads:
-            self.flights.end_backward()
-            self.collect()
+        self.flights.end_backward()
+        self.collect()
 
     def recover(self) -> None:
         """Close what an interrupt may have left open, and let the books say what there is. Nobody computes."""
@@ -204,31 +193,11 @@ class ActivationStore:
             self._ledger.release(self._tier, lost, ACTIVATIONS)
             self._shelf.give_back_all_but([offloaded.place for offloaded in stored])
 
-    def check(self) -> None:
-        """Raise what kept a tensor from being written that nobody has waited for.
-
-        Raises:
-            StorageError: and whatever else it was.
-        """
-        self.flights.check()
-
     def drain(self) -> None:
-        """Wait until nothing is in flight.
-
-        Raises:
-            StorageError: if something could not be written.
-        """
+        """Wait until nothing is in flight; what could not be written is raised."""
         self.flights.drain()
         self.flights.check()
         self.collect()
-
-    def check_invariants(self) -> None:
-        """Check what must be so between any two calls."""
-        self.flights.check_invariants()
-
-    def headroom_bytes(self) -> int:
-        """Bytes of the computing tier that windows should leave to moves beside computing."""
-        return self.flights.headroom_bytes()
 
     def close(self) -> None:
         """The model ends, perhaps with a forward that an interrupt ended: other models must not save by its hooks."""
@@ -306,7 +275,12 @@ class ActivationStore:
             with WHOLE, self._ledger.reserving(self._tier, num_bytes, ACTIVATIONS, WELCOME):
                 offloaded = Offloaded(self.gone, tensor, self._shelf.allocate(num_bytes))
         except BudgetExceeded as e:
-            self._say_no_room(e)
+            if not self._warned:
+                self._warned = True
+                warn(
+                    f"offload_activations={self._tier.value!r}: some checkpointed activations stay on "
+                    f"{self._device.name} for lack of room ({e}). Raise the {self._tier.value} budget"
+                )
             return None
         try:
             self._stored.add(offloaded)
@@ -337,15 +311,6 @@ class ActivationStore:
                 return laid_out.copy_(out)
             return out
 
-    def _say_no_room(self, error: BudgetExceeded) -> None:
-        """Warn, once for each model."""
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"offload_activations={self._tier.value!r}: some checkpointed activations stay on "
-                f"{self._device.name} for lack of room ({error}). Raise the {self._tier.value} budget"
-            )
-
 
 def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None) -> ActivationStore:
     """The store of activations that the config or the plan wants with ``offload_activations``."""
@@ -357,9 +322,7 @@ def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None) -
 
 def saved_by_checkpointing(depth: int) -> bool:
     """Whether checkpointing, torch's or that of tiles, is what saves a tensor now: the next Python code above the hooks
-    is its own.
-
-    ``depth``: how many functions of ours are between here and there, this one included.
+    is its own. ``depth``: how many functions of ours are between here and there, this one included.
     """
     return _saver(depth + 1) in _OF_CHECKPOINTING
 

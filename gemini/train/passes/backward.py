@@ -103,7 +103,7 @@ class BackwardPass:
             # Counted anew in every backward: an interrupted one leaves a count that no gradient would bring to zero.
             chunk.num_missing_grads = sum([handle.trained for handle in self._params.by_chunk[chunk.spec.index]])
         if self._activations.offloads:
-            self._activations.begin_backward()
+            self._activations.flights.begin_backward()
 
     @own_work
     def begin_of(self, record: CallRecord) -> None:

@@ -100,7 +100,7 @@ class ForwardPass:
         if self._updates.pending:
             self._updates.check()
         if self._activations.offloads:
-            self._activations.check()
+            self._activations.flights.check()
         self._state.check_whole()
         self._state.check_there()
         if self._moves:

@@ -240,7 +240,7 @@ class PlannedForesight(Foresight):
         left = {tier: min(n, self._ledger.share(tier)) for tier, n in problem.budgets.items()}
         problem = replace(problem, budgets=left)
         # First with room for activations on their way, then without; a dict keeps the order, and says 0 once.
-        for room in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:
+        for room in {0 if model is None else model.activations.flights.headroom_bytes(): None, 0: None}:
             budgets = {**left, problem.compute: left[problem.compute] - room}
             smaller = replace(problem, budgets=budgets)
             with contextlib.suppress(BudgetExceeded):
