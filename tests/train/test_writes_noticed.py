@@ -14,7 +14,6 @@ import torch
 
 import gemini
 from gemini.planning.planes import GRAD
-from gemini.train.params import handle as handles
 from tests import models
 from tests.train.helpers import Blocks, adam, compare, llama, noise, on_batch, same_bits, squares, wrap
 from tests.world import world_of
@@ -200,33 +199,6 @@ class Clamps(Blocks):
 @pytest.mark.parametrize("where", ["ram", "disk", "standin", "serial"])
 def test_a_write_that_changes_nothing_is_none(where: str, tmp_path: Path) -> None:
     compare(Clamps, where, tmp_path, squares, slack=2**17)
-
-
-def test_the_fingerprint_of_weights_sees_where_they_stand_and_takes_little_beside_them() -> None:
-    """Over several of its tiles: equal sums at other places are other weights."""
-    model = torch.nn.Module()
-    model.weight = torch.nn.Parameter(torch.zeros(handles._FINGERPRINT_TILE))
-    model = gemini.GeminiDDP(model, gemini.GeminiConfig(precision="fp32", memory=gemini.MemoryBudget(cpu="64MiB")))
-    handle, seen = model.weight._gemini, set()
-    for place in (None, 0, 1, handles._FINGERPRINT_TILE // 4, handles._FINGERPRINT_TILE - 1):
-        with torch.no_grad(), model.gathered([model.weight], write=True):
-            model.weight.zero_()
-            if place is not None:
-                model.weight[place] = 1.0
-        seen.add(handles._fingerprint_of(handle))
-    assert len(seen) == 5
-    sizes: list[int] = []
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            result = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten._to_copy.default or func is torch.ops.aten.arange.start:
-                sizes.append(result.nbytes)
-            return result
-
-    with Sizes():
-        handles._fingerprint_of(handle)
-    assert sizes and max(sizes) == 8 * handles._FINGERPRINT_TILE
 
 
 # ---- observers of writes ---------------------------------------------------------------------------------------------

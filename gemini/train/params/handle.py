@@ -17,15 +17,12 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError
-from gemini.kernels import Sums
+from gemini.kernels import Sums, crc32
 from gemini.memory.chunks.chunk import Chunk
 from gemini.patches import patch
 from gemini.planning.layout import Part, Slot
 from gemini.planning.planes import RuleSpec, shapes_of
 from gemini.train.params.tensor_slice import TensorSlice
-
-_FINGERPRINT_TILE = 2**18
-"""Bytes of weights at a time, each of which takes 16 for the moment."""
 
 
 class Leftover(IntEnum):
@@ -44,10 +41,8 @@ class Leftover(IntEnum):
 @dataclass(slots=True)
 class WaitingResidual:
     """Rest of a master beside its weights (in bf16 the lower bits, in fp16 all of it) that came with the state of an
-    optimizer, for whoever writes the weights next.
-
-    They belong to one moment's weights and to no others, which may be loaded before or after the optimizer's state. So
-    they wait for these until the next update: the loaded tensor itself, not a copy.
+    optimizer. It belongs to one moment's weights, which may be loaded before or after that state, and waits for these
+    until the next update: the loaded tensor itself, not a copy.
     """
 
     residual: torch.Tensor
@@ -87,8 +82,8 @@ class ParamHandle:
     """The gathered weights of the param, in its shape. Only to be read while its chunk is gathered."""
     version: int = 0
     """torch's count of writes to the param when it became ordinary."""
-    fingerprint: tuple[int, int] | None = None
-    """Sums over the weights when ``param.data`` was asked for last, in a forward or backward."""
+    fingerprint: int | None = None
+    """The CRC-32 of the weights when ``param.data`` was asked for last, in a forward or backward."""
     siblings: tuple[ParamHandle, ...] = ()
     """Params with the same count of writes, this one too: views of one tensor that each was made a parameter."""
     num_writes: int = 0
@@ -109,7 +104,7 @@ class ParamHandle:
     in_backward: int = -1
     """The number of the backward in which the gradient arrived last."""
     optimizer: weakref.ref[Stepper] | None = None
-    """The one that the param was given to, beside ``_owners``: every step asks for it."""
+    """The one that the param was given to, beside ``owners``: every step asks for it."""
     clip: float = 1.0
     """Factor by which clipping of some params (one optimizer's of several) multiplies the gradient; 1 without."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -120,13 +115,6 @@ class ParamHandle:
     """Which slice of a whole param it is (tensor parallel); None for all of one."""
     layout: tuple[int, ...] | None = None
     """Its strides before it was managed, if they were others than those of a contiguous param (channels_last)."""
-
-    def attach(self) -> None:
-        """From here on the param counts as managed."""
-        self.param._gemini = self  # type: ignore[attr-defined]
-
-    def detach(self) -> None:
-        del self.param._gemini  # type: ignore[attr-defined]
 
     @property
     def has_grad(self) -> bool:
@@ -159,11 +147,8 @@ class ParamHandle:
         return self.norm_sums is not None or self.leftover is Leftover.ZEROS
 
     def refuse_incomplete_gradient(self) -> None:
-        """Refuse a gradient, before it is used or read, that torch would have added to one that a step has used.
-
-        Raises:
-            GeminiError: if nobody called ``zero_grad()`` in between; never where the optimizer steps inside backward
-                for good, where every gradient is used and gone. Or if a backward broke off that was added to it.
+        """Refuse a gradient, before it is used or read, that a broken backward has a part in, or that torch would have
+        added to one that a step has used: never where the optimizer steps inside backward for good, and none is left.
         """
         if self.leftover is Leftover.TORN and self.norm_sums is not None:
             raise GeminiError(
@@ -182,7 +167,6 @@ class ParamHandle:
 
 
 def handle_of(param: Any) -> ParamHandle | None:
-    """The handle of a managed param, else None."""
     return getattr(param, "_gemini", None)
 
 
@@ -192,12 +176,11 @@ def original_class(managed: Any) -> Any:
 
 
 def handles_of(params: Iterable[Any]) -> list[ParamHandle]:
-    """The handles of those params that are managed."""
     return [handle for handle in map(handle_of, params) if handle is not None]
 
 
 def params_of(optimizer: Any) -> list[nn.Parameter]:
-    """The params of a torch optimizer, managed or not, as its states number them."""
+    """The params of a torch optimizer, as its states number them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -237,10 +220,6 @@ class ParamSet:
         """The params (by ``id``) that stay in fp32 beside others."""
         return {id(handle.param) for handle in self.handles if handle.chunk.spec.fp32}
 
-    def forget(self) -> None:
-        """Let go of all handles: their params are ordinary ones again. In place, for others hold the same list."""
-        self.handles.clear()
-
 
 # ---- writes to weights -----------------------------------------------------------------------------------------------
 
@@ -264,9 +243,8 @@ def note_writes(handles: Iterable[ParamHandle]) -> None:
 
 
 def find_siblings(handles: list[ParamHandle]) -> None:
-    """Find params with one count of writes: torch counts by the tensor that a parameter was made of, and
-    ``nn.Parameter(w[:8])`` and ``nn.Parameter(w[8:])`` have the same. It has no name for it, so count one write to
-    all: what has more than one since is such a param.
+    """Find params with one count of writes, as ``nn.Parameter(w[:8])`` and ``nn.Parameter(w[8:])`` have. torch has no
+    name for it, so count one write to all: what has more than one since is such a param.
     """
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
 
@@ -302,23 +280,7 @@ def notes_a_write(handle: ParamHandle) -> bool:
     # Noted whatever comes out: a write is told once.
     handle.version = handle.param._version
     known = handle.fingerprint is not None and not handle.poisoned and handle.chunk.gathered
-    return not known or _fingerprint_of(handle) != handle.fingerprint
-
-
-def _fingerprint_of(handle: ParamHandle) -> tuple[int, int]:
-    """Add up the bytes of the weights, themselves and times where they stand: tile by tile, so that it takes some MiB
-    beside them and not many times their size.
-    """
-    flat = handle.view.detach().reshape(-1).view(torch.uint8)
-    plain, placed = 0, 0
-    for start in range(0, flat.numel(), _FINGERPRINT_TILE):
-        # One tile in int64 at a time: eight bytes for each byte of weights.
-        bits = flat[start : start + _FINGERPRINT_TILE].to(torch.int64)
-        tile = int(bits.sum())
-        plain += tile
-        # int64 holds a tile's sum: 2^18 bytes of at most 255 times at most 2^18. Python's own integers hold the rest.
-        placed += start * tile + int(bits.mul_(torch.arange(1, bits.numel() + 1, device=bits.device)).sum())
-    return plain, placed
+    return not known or crc32(handle.view.detach().cpu()) != handle.fingerprint
 
 
 GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -332,7 +294,7 @@ def _data_of(param: nn.Parameter) -> torch.Tensor:
     # Only where nothing was written since the last look: else the fingerprint would be that of the write.
     view = param.detach()
     if not handle.poisoned and handle.chunk.gathered and param._version == handle.version:
-        handle.fingerprint = _fingerprint_of(handle)
+        handle.fingerprint = crc32(handle.view.detach().cpu())
     return view
 
 
@@ -355,45 +317,27 @@ class Stepper(Protocol):
     may_guess: bool
     """Whether it may begin to guess by itself."""
     rule: Any
-    """Its :class:`gemini.rules.UpdateRule`."""
     state: Any
-    """States of its plain params, as in torch."""
 
-    def scalars_in_backward(self, handle: Any, backward_number: int, scale: float) -> Hashable:
-        """Compute the scalars of an update of a param whose gradient, times ``scale``, has just become complete.
+    def scalars_in_backward(self, handle: Any, backward_number: int, scale: float) -> Hashable: ...
 
-        Called on autograd's thread, inside backward.
-        """
-
-    def adopt_plain_states(self) -> None:
-        """Move states of params that became managed into chunks."""
+    def adopt_plain_states(self) -> None: ...
 
 
 stepping_in_backward: weakref.WeakSet[Stepper] = weakref.WeakSet()
 """Optimizers that step inside backward; where there is none, nobody looks for them there."""
 
 
-def begin_guessing(optimizer: Stepper) -> None:
-    """Let an optimizer guess from now on: recent steps say that it pays."""
-    if not optimizer.speculate:
-        optimizer.step_in_backward = optimizer.speculate = True
-        stepping_in_backward.add(optimizer)
-
-
-_owners = WeakTensorKeyDictionary()
-"""Params to weak references to their optimizers. No attribute of the param, which then could not be pickled."""
+owners = WeakTensorKeyDictionary()
+"""Params to weak references to their optimizers (:func:`give_to`), of those too that may be managed later.
+No attribute of the param, which then could not be pickled."""
 
 
 def optimizer_of(param: Any) -> Stepper | None:
     """The HybridAdam that was given ``param``, if it still lives."""
-    handle = getattr(param, "_gemini", None)
-    reference = reference_to_optimizer_of(param) if handle is None else handle.optimizer
+    handle = handle_of(param)
+    reference = owners.get(param) if handle is None else handle.optimizer
     return None if reference is None else reference()
-
-
-def reference_to_optimizer_of(param: Any) -> weakref.ref[Stepper] | None:
-    """Return what :func:`give_to` noted of a param that may be managed later, or was."""
-    return _owners.get(param)
 
 
 def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
@@ -401,9 +345,8 @@ def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
     # Weakly: a model must not keep an optimizer that the program has let go of, nor its states.
     reference = None if optimizer is None else weakref.ref(optimizer)
     for param in params:
-        _owners[param] = reference
-        handle = getattr(param, "_gemini", None)
-        if handle is not None:
+        owners[param] = reference
+        if (handle := handle_of(param)) is not None:
             handle.optimizer = reference
 
 

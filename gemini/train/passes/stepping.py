@@ -22,7 +22,6 @@ from gemini.train.params.handle import (
     Leftover,
     ParamHandle,
     Stepper,
-    begin_guessing,
     note_writes,
     stepping_in_backward,
     written_to,
@@ -269,7 +268,9 @@ class Stepping:
         if self.state.updated_in_backward:
             self.updates.unseen.look()
         if self._may_guess and optimizer.may_guess and self.updates.guesses.would_pay and not self.scaling.is_scaled:
-            begin_guessing(optimizer)
+            if not optimizer.speculate:  # recent steps say that it pays
+                optimizer.step_in_backward = optimizer.speculate = True
+                stepping_in_backward.add(optimizer)
         # On all ranks, and before anything changes: one that disagrees raises on every rank.
         self._sink.agree_on_step(optimizer)
         if self._slices is not None:

@@ -18,7 +18,7 @@ from gemini.train.activations.store import ActivationStore
 from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure, poison
-from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings, make_factors, reference_to_optimizer_of
+from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings, make_factors, owners
 from gemini.train.params.owner import grad_hook
 
 
@@ -111,7 +111,7 @@ class Adoption:
                 _make_ordinary(handle, value)
         else:
             return
-        self._params.forget()
+        self._params.handles.clear()  # in place, for others hold the same list
 
     def keep(self) -> None:
         """The model is whole: there is no way back to what it was."""
@@ -142,8 +142,8 @@ class Adoption:
         param.data = handle.view
         # Behind the change of data: a write by the program is known by a higher number.
         handle.version = param._version
-        handle.attach()
-        handle.trained, handle.optimizer = param.requires_grad, reference_to_optimizer_of(param)
+        param._gemini = handle  # type: ignore[attr-defined]
+        handle.trained, handle.optimizer = param.requires_grad, owners.get(param)
         if handle.trained:
             handle.hook = param.register_post_accumulate_grad_hook(grad_hook(handle))
         # A trained param has an fp32 master, which has all bits of its original up to fp32.
@@ -156,7 +156,7 @@ def _make_ordinary(handle: ParamHandle, value: torch.Tensor) -> None:
     param = handle.param
     if handle.hook is not None:
         handle.hook.remove()
-    handle.detach()
+    del handle.param._gemini  # type: ignore[attr-defined]
     param.__class__ = handle.kind
     param.data = value
 
