@@ -35,8 +35,8 @@ from gemini.train.gradients.store import sum_tied
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import Skeleton
+from gemini.train.modules.codes import first_coded
 from gemini.train.modules.mixed import kept_in_fp32
-from gemini.train.params.codes import first_coded
 from gemini.train.slices.experts import spread_experts
 from gemini.train.slices.slicing import cut_whole, sliced_in
 from gemini.train.slices.together import compare_batches

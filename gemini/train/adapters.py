@@ -19,8 +19,8 @@ from gemini.interrupts import call_without_grad
 from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.train.engine import Engine
+from gemini.train.modules.codes import first_coded
 from gemini.train.modules.reading import Structure, is_a, is_tuner_layer
-from gemini.train.params.codes import first_coded
 from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import handle_of, handles_of
 from gemini.train.params.state_dict import own_state

@@ -26,7 +26,7 @@ from gemini.sharing import joining
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.context.parallel import divide_sequences
 from gemini.train.engine import Engine
-from gemini.train.modules.coded_layers import prepare_layers
+from gemini.train.modules.codes import prepare_layers
 from gemini.train.modules.reading import Structure, is_a, own_buffers
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.in_place import give_back as give_optimizer_back

@@ -45,10 +45,10 @@ from gemini.train.checkpoint.states import (
 from gemini.train.checkpoint.tensor_file import TensorFile
 from gemini.train.checkpoint.write import PlanePart
 from gemini.train.engine import Engine
+from gemini.train.modules.codes import scales_in
 from gemini.train.observers import WriteObservers
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.by_name import store_range
-from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.params.state_dict import beside_params, load_beside_params, undone_on_error
 

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from gemini.errors import PlanMismatch, RankMismatch, warn
+from gemini.train.modules.codes import scales_in
 from gemini.train.optimizers.checks import check_decay, loaded_group
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.optimizers.states import BEFORE, complete_master
 from gemini.train.params.by_name import ByName
-from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import ParamHandle, ParamSet, StageParam, handle_of, params_of
 from gemini.train.params.state_dict import beside_params
 

@@ -17,9 +17,9 @@ from torch import nn
 from gemini.errors import GeminiError, parse_bytes
 from gemini.interrupts import call_without_grad
 from gemini.train.engine import Engine
+from gemini.train.modules.codes import first_coded
 from gemini.train.modules.reading import is_a, is_tuner_layer
 from gemini.train.params.by_name import ByName
-from gemini.train.params.codes import first_coded
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import own_state
 

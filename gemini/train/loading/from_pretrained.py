@@ -35,7 +35,7 @@ from gemini.train.loading.stored_model import (
     open_tensors,
     without_progress,
 )
-from gemini.train.params.codes import WHAT_WORKS
+from gemini.train.modules.codes import WHAT_WORKS
 
 
 def from_pretrained(

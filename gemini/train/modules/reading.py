@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gemini.train.params.codes import is_coded
+from gemini.train.modules.codes import is_coded
 
 READ_AS_A_WHOLE = "_gemini_computed_in_tiles"
 """The mark of a module that is computed in tiles of tokens."""

@@ -31,9 +31,9 @@ from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks
 from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
+from gemini.train.modules.codes import WHAT_WORKS, check_coded, scales_in
 from gemini.train.modules.mixed import MADE, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, structure_of
-from gemini.train.params.codes import WHAT_WORKS, check_coded, scales_in
 from gemini.train.params.handle import handle_of, optimizer_of
 from gemini.train.setup.structure import trace_of
 from gemini.version import __version__

@@ -15,9 +15,9 @@ from torch import nn
 from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import gathered_at_once
+from gemini.train.modules.codes import scales_in
 from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, own_buffers, own_params, structure_of
-from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import is_in_stages
 
 

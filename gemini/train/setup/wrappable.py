@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gemini.train.modules.codes import WHAT_WORKS, is_coded, is_of_library
 from gemini.train.modules.reading import Structure, own_buffers
-from gemini.train.params.codes import WHAT_WORKS, is_coded, is_of_library
 from gemini.train.params.handle import handles_of
 
 

@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from gemini.errors import RankMismatch, warn
 from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import names_of, size_of
+from gemini.train.modules.codes import first_coded
 from gemini.train.modules.reading import is_tuner_layer, own_params
-from gemini.train.params.codes import first_coded
 from gemini.train.params.handle import SET_DATA
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.slices.styles import STYLES, ImaginedSlices, Slices, cutting_of, parts_of, sliced_forward
