@@ -64,9 +64,6 @@ class ByName:
     def __contains__(self, name: str) -> bool:
         return name in self._handles
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._handles)
-
     @alone
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Copy the full weights to the CPU, in the dtype that modules read; ``torch.float32`` gives the exact master.
@@ -76,7 +73,7 @@ class ByName:
             return self._read(handle, handle.chunk.flat.dtype if dtype is None or handle.chunk.spec.coded else dtype)
 
     def read_whole(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Do :meth:`read` of the whole param where it is a slice of one."""
+        """:meth:`read` of the whole param where it is a slice of one."""
         return self.joined(handle, self.read(handle, dtype))
 
     @alone
@@ -99,11 +96,7 @@ class ByName:
         return self.joined(handle, own.detach().cpu())
 
     def write_whole(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Do :meth:`write` of what is here of a whole value.
-
-        Raises:
-            ValueError: if the shape is not that of the whole param.
-        """
+        """:meth:`write` what is here of a whole value."""
         if value.shape != handle.whole_shape:
             raise ValueError(f"{handle.name!r} has shape {handle.whole_shape}, was given {tuple(value.shape)}")
         self.write(handle, value if handle.cut is None else handle.cut.of(value))
@@ -129,13 +122,8 @@ class ByName:
 
     @alone
     def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Make ``value`` (the param's shape; any float dtype, bytes of codes) the master, exactly. A gathered copy is
-        dropped.
-
-        Every rank writes its part, so all must be given the same.
-
-        Raises:
-            ValueError: if the shape is not the param's, and for numbers in the place of codes.
+        """Make ``value`` (the param's shape; any float dtype, bytes of codes) the master, exactly, and drop a gathered
+        copy. Every rank writes its part, so all must be given the same.
         """
         if value.shape != handle.own_shape:
             raise ValueError(f"{handle.name!r} has shape {tuple(handle.own_shape)}, was given {tuple(value.shape)}")
@@ -153,8 +141,8 @@ class ByName:
             self._forget_copies(handle)
 
     def write_first(self, handles: list[ParamHandle], values: list[torch.Tensor]) -> None:
-        """Do :meth:`write` of the first values of neighbours (:meth:`neighbours`), while a model is wrapped: nobody has
-        read them or looks on, and where it breaks off the params have their own memory still.
+        """:meth:`write` the first values of :meth:`neighbours`, while a model is wrapped: nobody has read them or looks
+        on, and where it breaks off the params have their own memory still.
         """
         chunk, base = handles[0].chunk, handles[0].part.start
         flat = _own_part(handles[0], values[0])
@@ -189,9 +177,7 @@ class ByName:
             part = flat[start:stop].to("cpu").contiguous()
             halves = {WEIGHTS: part}
             if RESIDUAL in planes:
-                hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
-                lo = torch.empty(stop - start, dtype=planes[RESIDUAL].dtype, device="cpu")
-                kernels.split_master(part.float(), hi, lo)
+                hi, lo = _halves(part, planes[RESIDUAL].dtype)
                 halves = {WEIGHTS: hi, RESIDUAL: lo if lower is None else lower[start:stop]}
             parts = [(planes[kind], half) for kind, half in halves.items()]
             store_tile(self._mover, parts, base + start, base + stop)
@@ -251,10 +237,8 @@ class ByName:
 
     @alone
     def overwrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Write as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state.
-
-        Raises:
-            RankMismatch: on every rank, if another value, or another param, is written on another one.
+        """Write as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state. Where a
+        rank writes something else, all raise.
         """
         self._on_all(handle, value, self.write)
 
@@ -262,9 +246,6 @@ class ByName:
     def rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Take over what a program has made of :meth:`read`, on every rank: ``param.mul_(2)``. Elements that it changed
         become the master exactly, others keep theirs.
-
-        Raises:
-            RankMismatch: as of :meth:`overwrite`.
         """
         self._on_all(handle, value, self._rewrite)
 
@@ -272,7 +253,7 @@ class ByName:
         handle.chunk.settle()
         with WHOLE, self._observers.writing(handle.chunk):
             old = read_range(self._mover, handle.chunk.weights, handle)
-            self._write_range(handle.chunk.weights, handle, self._merged(handle, value, old))
+            store_range(self._mover, handle.chunk.weights, handle.part.start, self._merged(handle, value, old))
             self._forget_copies(handle)
 
     def _on_all(
@@ -307,12 +288,7 @@ class ByName:
 
     @alone
     def write_plane(self, handle: ParamHandle, kind: PlaneKind, value: torch.Tensor) -> None:
-        """Overwrite a param's part of a plane.
-
-        Raises:
-            ValueError: if the shape is not the param's.
-            GeminiError: if its chunk has no such plane (it is frozen).
-        """
+        """Overwrite a param's part of a plane."""
         plane = handle.chunk.planes.get(kind)
         if plane is None:
             raise GeminiError(f"{handle.name!r} has no {kind}: it is frozen, or gradients are transient")
@@ -321,14 +297,11 @@ class ByName:
             raise ValueError(f"{kind} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(shape)}")
         handle.chunk.settle()
         with self._observers.writing(handle.chunk):
-            self._write_range(plane, handle, _own_part(handle, value, plane.block).to("cpu"))
+            store_range(self._mover, plane, handle.part.start, _own_part(handle, value, plane.block).to("cpu"))
 
     @alone
     def exchange(self, handle: ParamHandle, kind: PlaneKind) -> None:
-        """Let a param's master and its values in a plane of fp32 change places, bit for bit; each rank does its part.
-
-        Called inside `WHOLE`.
-        """
+        """Let a param's master and its values in a plane of fp32 change places, bit for bit. Called inside `WHOLE`."""
         handle.chunk.settle()
         planes = handle.chunk.planes
         with self._observers.writing(handle.chunk):
@@ -337,7 +310,7 @@ class ByName:
                 master = _joined(master, read_range(self._mover, planes[RESIDUAL], handle))
             self._write(handle.chunk, handle.part.start, read_range(self._mover, planes[kind], handle), None)
             self._forget_copies(handle)
-            self._write_range(planes[kind], handle, master)
+            store_range(self._mover, planes[kind], handle.part.start, master)
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
         """Make a param's gathered weights its master: written elements exactly, others keep their residual; a loaded
@@ -360,7 +333,7 @@ class ByName:
             new = self._merged(handle, chunk.flat[slot.start : slot.stop], old)
             # In place the weights are their plane, and were written by the program already.
             if not chunk.resident:
-                self._write_range(chunk.weights, handle, new)
+                store_range(self._mover, chunk.weights, handle.part.start, new)
 
     def _merged(self, handle: ParamHandle, shown: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """Make what the plane of weights, ``old``, is to be now that weights are ``shown`` (all of them): changed
@@ -375,7 +348,7 @@ class ByName:
                 residual[new.view(torch.int16) != old.view(torch.int16)] = 0
             else:
                 residual = _own_part(handle, lower).to("cpu")
-            self._write_range(planes[RESIDUAL], handle, residual)
+            store_range(self._mover, planes[RESIDUAL], handle.part.start, residual)
         elif (lower := self._waiting_for(handle, shown)) is not None:
             new = _own_part(handle, lower).to("cpu")
         elif old.dtype != new.dtype:
@@ -384,12 +357,6 @@ class ByName:
             new = torch.where(untouched, old, new.to(old.dtype))
         return new
 
-    def _write_range(self, plane: Plane, handle: ParamHandle, source: torch.Tensor) -> None:
-        """Overwrite this rank's part of a param in a plane, cast to its dtype. Observers have been told that the chunk
-        is written to.
-        """
-        store_range(self._mover, plane, handle.part.start, source)
-
 
 def same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether two tensors, on any devices, have the same bits in the same order."""
@@ -397,10 +364,10 @@ def same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split flat values on any device into bf16 weights and residuals in int16."""
+def _halves(values: torch.Tensor, residual: torch.dtype = torch.int16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split flat values on any device into bf16 weights and residuals."""
     hi = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
-    lo = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
+    lo = torch.empty(values.numel(), dtype=residual, device="cpu")
     kernels.split_master(values.to("cpu", torch.float32).contiguous(), hi, lo)
     return hi, lo
 

@@ -7,9 +7,6 @@ chunks as it begins, and any other read waits when it meets the guard. At rest a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
-
 import torch
 from torch import nn
 
@@ -144,11 +141,7 @@ class Exposure:
             self._manager.drop([chunk])  # a copy that differs from its home
 
     def refuse(self, written: list[ParamHandle]) -> None:
-        """Refuse to update weights that others have written to.
-
-        Raises:
-            ParamAccessError: nothing is updated yet.
-        """
+        """Refuse to update weights that others have written to: nothing is updated yet."""
         # The copy with the write goes first: the program may catch the error and go on, with the masters.
         self._manager.drop({handle.chunk.spec.index: handle.chunk for handle in written}.values())
         self.written += written
@@ -179,20 +172,23 @@ class Exposure:
             # Not sooner: a module of the same forward may compute with the cast weights again.
             if self._cast:
                 cast, self._cast = self._cast, []
-                bring_back(cast)
+                with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+                    for handle in cast:
+                        if not handle.poisoned and handle.param.data_ptr() != handle.view.data_ptr():
+                            SET_DATA(handle.param, handle.view)  # torch's own: the guard would refuse the setter
         # Last, for it raises: everything is guarded by then, and the next forward finds a model at rest.
         if self.written:
             self.refuse_writes()
 
     def refuse_writes(self) -> None:
-        """Raise for writes that were seen.
-
-        Raises:
-            ParamAccessError: naming the param.
-        """
+        """Raise for params that were written to while they were ordinary ones."""
         # Taken out first: a write is refused once, not in every forward from here on.
         written, self.written = self.written, []
-        refuse_written(written)
+        if written:
+            raise ParamAccessError(
+                f"the weights of {written[0].name!r} were written to inside a forward, a backward or gathered(): its "
+                "fp32 master does not know of it. Write with model.gathered([param], write=True), outside of forward"
+            )
 
 
 # ---- one param after the other ---------------------------------------------------------------------------------------
@@ -215,17 +211,13 @@ def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
     return written
 
 
-class Hidden(NamedTuple):
-    """Findings of :func:`hide`."""
+def hide(handles: list[ParamHandle]) -> tuple[list[ParamHandle], list[ParamHandle]]:
+    """Guard params: nobody computes with them now.
 
-    written: list[ParamHandle]
-    """Params that were written to while they were ordinary ones."""
-    cast: list[ParamHandle]
-    """Params that were given the same values in other memory, which they keep until the model is at rest."""
-
-
-def hide(handles: list[ParamHandle]) -> Hidden:
-    """Guard params: nobody computes with them now."""
+    Returns:
+        Those that were written to while they were ordinary ones, and those that were given the same values in other
+        memory, which they keep until the model is at rest.
+    """
     written, cast = list[ParamHandle](), list[ParamHandle]()
     for handle in handles:
         param = handle.param
@@ -242,7 +234,7 @@ def hide(handles: list[ParamHandle]) -> Hidden:
                 handle.version = param._version
                 written.append(handle)
         param.__class__ = managed_kind(handle.kind)
-    return Hidden(written, cast)
+    return written, cast
 
 
 def poison(handles: list[ParamHandle]) -> None:
@@ -268,27 +260,9 @@ def undo_writes(handle: ParamHandle) -> None:
     handle.version = handle.param._version
 
 
-def bring_back(handles: Iterable[ParamHandle]) -> None:
-    """Make what was cast inside a forward a view of its window again."""
-    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-        for handle in handles:
-            if not handle.poisoned and handle.param.data_ptr() != handle.view.data_ptr():
-                # torch's own setter: the params are guarded by now, and the guard would refuse `param.data = ...`.
-                SET_DATA(handle.param, handle.view)
-
-
 def _is_cast(handle: ParamHandle) -> bool:
     """Whether a param that was given other memory has the same values there: from ``module.to(dtype)``, or cuDNN, which
     makes weights contiguous.
     """
     given, view = handle.param.detach(), handle.view
     return given.shape == view.shape and given.device == view.device and torch.equal(given, view.to(given.dtype))
-
-
-def refuse_written(written: list[ParamHandle]) -> None:
-    """Raise for params that were written to while they were ordinary ones: their masters do not know of it."""
-    if written:
-        raise ParamAccessError(
-            f"the weights of {written[0].name!r} were written to inside a forward, a backward or gathered(): its fp32 "
-            "master does not know of it. Write with model.gathered([param], write=True), outside of forward"
-        )

@@ -54,7 +54,12 @@ def beside_params(model: nn.Module, by_names: ByName) -> dict[str, Any]:
     """Find what the model's own ``state_dict`` has beside managed params: buffers, extra state of modules, whatever
     they add to it. The values themselves, no copies. Scales of codes are not in it, which belong to their params.
     """
-    return {name: value for name, value in own_state(model).items() if not _is_of_params(name, value, by_names)}
+    of_codes = tuple(f"{own}." for handle in by_names.handles if handle.chunk.spec.coded for own in handle.names)
+    return {
+        name: value
+        for name, value in own_state(model).items()  # by name too: a hook may have made a copy of a param
+        if handle_of(value) is None and name not in by_names and not name.startswith(of_codes)
+    }
 
 
 def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, Any]) -> None:
@@ -89,13 +94,6 @@ def undone_on_error(model: nn.Module, by_names: ByName) -> Iterator[None]:
 def own_state(model: nn.Module) -> dict[str, Any]:
     """Call the model's own ``state_dict``: values themselves, managed params as they are at rest."""
     return original_class(model).state_dict(model, keep_vars=True)  # type: ignore[no-any-return]
-
-
-def _is_of_params(name: str, value: Any, by_names: ByName) -> bool:
-    """Whether an entry is a managed param's: itself, a copy that a hook has made of it, or a scale of its codes."""
-    return (handle_of(value) is not None or name in by_names) or any(
-        name.startswith(f"{own}.") for handle in by_names.handles if handle.chunk.spec.coded for own in handle.names
-    )
 
 
 def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any], strict: bool) -> Any:
@@ -141,28 +139,22 @@ def _in_slices(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping
 
 
 def _check(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Check values of params, and return what the model has by the names of its state. The rest is its loader's.
-
-    Raises:
-        TypeError: for what is no state, and for values that nothing can be copied out of.
-        RuntimeError: as torch does it, for wrong shapes of params that are in slices here.
-    """
+    """Check values of params, and return what the model has by the names of its state. The rest is its loader's."""
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict takes a mapping of names to tensors, got {type(state).__name__}")
     expected = own_state(model)
     errors = []
     for name, value in state.items():
-        if handle_of(expected.get(name)) is None:
+        if (handle := handle_of(expected.get(name))) is None:
             continue
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"load_state_dict: the value of {name!r} is a {type(value).__name__}, not a tensor")
-        if _has_no_numbers(value):
+        if value.is_meta or value.layout is not torch.strided or value.is_quantized or value.is_nested:
             raise TypeError(
                 f"load_state_dict: the value of {name!r} ({value.dtype}, {value.layout}, on {value.device}) is not a "
                 "dense tensor with values: load the checkpoint on the CPU, and call .to_dense() or .dequantize()"
             )
-        handle = handle_of(expected[name])
-        if handle is not None and handle.cut is not None and tuple(value.shape) != handle.whole_shape:
+        if handle.cut is not None and tuple(value.shape) != handle.whole_shape:
             errors.append(
                 f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from the state, the shape "
                 f"in the model is {handle.whole_shape}."
@@ -170,8 +162,3 @@ def _check(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     if errors:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(errors))
     return expected
-
-
-def _has_no_numbers(value: torch.Tensor) -> bool:
-    """Whether nothing can be copied out of a tensor."""
-    return value.is_meta or value.layout is not torch.strided or value.is_quantized or value.is_nested
