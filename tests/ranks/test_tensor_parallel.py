@@ -166,7 +166,7 @@ def disagreeing(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("lr", "slices of one model disagree about lr of param group 0: 0.01 on rank [02], 0.02 on rank [13]"),
+        ("lr", "the ranks disagree about lr of param group 0: 0.01 on rank [02], 0.02 on rank [13]"),
         ("batch", "the first batch of rank [13] has another input_ids"),
         ("gradient", "'model.norm.weight' has a gradient on ranks .* and none on ranks"),
     ],

@@ -179,10 +179,9 @@ class SpreadExperts(WholeParams):
         params: by every name of a param that is cut, which slice of it is here.
     """
 
-    def __init__(self, modules: list[str], size: int):
+    def __init__(self, modules: list[str]):
         super().__init__()
-        self._modules, self._size = modules, size
-        self._put: list[nn.Module] = []
+        self._modules = modules
 
     def put_on(self, model: nn.Module, ranks: Ranks) -> None:
         """Let experts compute for the tokens of all ranks."""
@@ -191,17 +190,9 @@ class SpreadExperts(WholeParams):
         exchange = ExpertExchange(ranks.experts, list(here), most)
         for number, module in enumerate(here.values()):
             # Kernels count the experts that are here by this attribute.
-            module.num_experts = int(module.num_experts) // self._size  # type: ignore[arg-type, assignment]
-            module.__dict__["_gemini_experts"] = exchange, number
-            module.forward = MethodType(dispatched_forward, module)  # type: ignore[method-assign]
-            self._put.append(module)
-
-    def take_away(self) -> None:
-        """Make experts the module's own again."""
-        while self._put:
-            module = self._put.pop()
-            module.num_experts = int(module.num_experts) * self._size  # type: ignore[arg-type, assignment]
-            del module.__dict__["_gemini_experts"], module.__dict__["forward"]
+            self._put(module, "num_experts", int(module.num_experts) // exchange.size)  # type: ignore[arg-type]
+            self._put(module, "_gemini_experts", (exchange, number))
+            self._put(module, "forward", MethodType(dispatched_forward, module))
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool) -> SpreadExperts | None:
@@ -244,7 +235,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
         )
     if is_filled:
         refuse_differing(model, mesh, "ep", "expert parallel")
-    spread = SpreadExperts(found, size)
+    spread = SpreadExperts(found)
     spread.cut(model, cuts)
     return spread
 

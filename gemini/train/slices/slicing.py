@@ -73,71 +73,47 @@ class SlicePlan(NamedTuple):
     counts: Mapping[str, tuple[str, ...]] = {}
 
 
-_HEAD = {"lm_head": "colwise_gather_output"}
-_GPT2 = SlicePlan(
-    {
-        "attn.c_attn": "packed_colwise:3",
-        "attn.c_proj": "rowwise",
-        "mlp.c_fc": "colwise",
-        "mlp.c_proj": "rowwise",
-        **_HEAD,
-    },
-    {"attn": ("split_size", "num_heads"), "attn.c_attn": ("nf",), "mlp.c_fc": ("nf",)},
-)
-_OPT = SlicePlan(
-    {
-        "self_attn.q_proj": "colwise",
-        "self_attn.k_proj": "colwise",
-        "self_attn.v_proj": "colwise",
-        "self_attn.out_proj": "rowwise",
-        "fc1": "colwise",
-        "fc2": "rowwise",
-        **_HEAD,
-    },
-    {"self_attn": ("num_heads",)},
-)
-_BLOOM = SlicePlan(
-    {
-        "self_attention.query_key_value": "colwise",
-        "self_attention.dense": "rowwise",
-        "mlp.dense_h_to_4h": "colwise",
-        "mlp.dense_4h_to_h": "rowwise",
-        "self_attention": "alibi",
-        **_HEAD,
-    },
-    {"self_attention": ("num_heads",)},
-)
-_BERT = SlicePlan(
-    {
-        "attention.self.query": "colwise",
-        "attention.self.key": "colwise",
-        "attention.self.value": "colwise",
-        "attention.output.dense": "rowwise",
-        "intermediate.dense": "colwise",
-        "output.dense": "rowwise",
-    }
-)
-_T5 = SlicePlan(
-    {
-        "SelfAttention.q": "colwise",
-        "SelfAttention.k": "colwise",
-        "SelfAttention.v": "colwise",
-        "SelfAttention.o": "rowwise",
-        "EncDecAttention.q": "colwise",
-        "EncDecAttention.k": "colwise",
-        "EncDecAttention.v": "colwise",
-        "EncDecAttention.o": "rowwise",
-        "relative_attention_bias": "columns",
-        "DenseReluDense.wi": "colwise",
-        "DenseReluDense.wi_0": "colwise",
-        "DenseReluDense.wi_1": "colwise",
-        "DenseReluDense.wo": "rowwise",
-        **_HEAD,
-    },
-    {"SelfAttention": ("n_heads",), "EncDecAttention": ("n_heads",)},
-)
+def _plan(
+    columns: str, rows: str, others: Mapping[str, str], counts: Mapping[str, tuple[str, ...]] | None = None
+) -> SlicePlan:
+    """A plan of modules that are cut by ``columns`` and by ``rows``, and of ``others`` with their styles."""
+    styles = dict.fromkeys(columns.split(), "colwise") | dict.fromkeys(rows.split(), "rowwise")
+    return SlicePlan({**styles, **others}, counts or {})
 
-PLANS = {"gpt2": _GPT2, "opt": _OPT, "bloom": _BLOOM, "bert": _BERT, "t5": _T5}
+
+_HEAD = {"lm_head": "colwise_gather_output"}
+PLANS = {
+    "gpt2": _plan(
+        "mlp.c_fc",
+        "attn.c_proj mlp.c_proj",
+        {"attn.c_attn": "packed_colwise:3", **_HEAD},
+        {"attn": ("split_size", "num_heads"), "attn.c_attn": ("nf",), "mlp.c_fc": ("nf",)},
+    ),
+    "opt": _plan(
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1",
+        "self_attn.out_proj fc2",
+        _HEAD,
+        {"self_attn": ("num_heads",)},
+    ),
+    "bloom": _plan(
+        "self_attention.query_key_value mlp.dense_h_to_4h",
+        "self_attention.dense mlp.dense_4h_to_h",
+        {"self_attention": "alibi", **_HEAD},
+        {"self_attention": ("num_heads",)},
+    ),
+    "bert": _plan(
+        "attention.self.query attention.self.key attention.self.value intermediate.dense",
+        "attention.output.dense output.dense",
+        {},
+    ),
+    "t5": _plan(
+        "SelfAttention.q SelfAttention.k SelfAttention.v EncDecAttention.q EncDecAttention.k EncDecAttention.v "
+        "DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1",
+        "SelfAttention.o EncDecAttention.o DenseReluDense.wo",
+        {"relative_attention_bias": "columns", **_HEAD},
+        {"SelfAttention": ("n_heads",), "EncDecAttention": ("n_heads",)},
+    ),
+}
 """By ``config.model_type``."""
 
 
@@ -148,8 +124,12 @@ def of_end(name: str, by_end: Mapping[str, object]) -> str | None:
     return max(found, key=len) if found else None
 
 
+_NOTHING = object()
+"""In the place of an attribute that was not there."""
+
+
 class WholeParams:
-    """The params of a model that become slices, and what they were before.
+    """The params of a model that become slices, and what they and their modules were before.
 
     Attributes:
         params: by every name of a param that is cut, which slice of it is here.
@@ -158,6 +138,7 @@ class WholeParams:
     def __init__(self) -> None:
         self.params: dict[str, TensorSlice] = {}
         self._whole: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._before: list[tuple[nn.Module, str, Any]] = []
 
     def cut(self, model: nn.Module, cuts: Mapping[str, TensorSlice]) -> None:
         """Leave the slices of these params, in place."""
@@ -183,11 +164,25 @@ class WholeParams:
         """Let go of whole values: there is no way back."""
         self._whole.clear()
 
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of a module until :meth:`take_away`."""
+        # From the module's own dict: what its class has shows again when this is taken away.
+        self._before.append((module, name, module.__dict__.get(name, _NOTHING)))
+        module.__dict__[name] = value
+
+    def take_away(self) -> None:
+        """Make modules what they were, but for their params."""
+        while self._before:
+            # In reverse: an attribute may have been put twice.
+            module, name, value = self._before.pop()
+            if value is _NOTHING:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+
 
 STANDS_IN = "_gemini_stands_in"
 """An attribute of classes of modules that stand in for those of another rank."""
-_NOTHING = object()
-"""In the place of an attribute that was not there."""
 
 
 class SlicedModel(WholeParams):
@@ -201,27 +196,13 @@ class SlicedModel(WholeParams):
     def __init__(self, slices: Slices, styles: Mapping[str, str], counts: Mapping[str, tuple[str, ...]]):
         super().__init__()
         self.slices, self._styles, self._counts = slices, styles, counts
-        self._before: list[tuple[nn.Module, str, Any]] = []
         self._hook: RemovableHandle | None = None
-
-    def _put(self, module: nn.Module, name: str, value: Any) -> None:
-        # From the module's own dict: what its class has shows again when this is taken away.
-        self._before.append((module, name, module.__dict__.get(name, _NOTHING)))
-        module.__dict__[name] = value
 
     def take_away(self) -> None:
         """Let modules compute with whole params again, unless :meth:`keep` has let go of what they were."""
-        if not self._before:
-            return
-        while self._before:
-            # In reverse: an attribute may have been put twice.
-            module, name, value = self._before.pop()
-            if value is _NOTHING:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = value
-        if self._hook is not None:
+        if self._before and self._hook is not None:
             self._hook.remove()
+        super().take_away()
 
     def keep(self) -> None:
         """Let go of whole values and of what modules were: there is no way back."""
@@ -290,7 +271,7 @@ def cut_whole(
         raise ValueError(f"this {type(model).__name__} is in slices already")
     if is_filled:
         refuse_differing(model, mesh, "tp", "tensor parallel")
-    return _cut_params(model, _slices_of(mesh), plan)
+    return _cut_params(model, Slices(mesh.get_group(names_of(mesh).index("tp"))), plan)
 
 
 def imagine_slices(model: nn.Module, size: int, sent: Counter[str]) -> None:
@@ -303,10 +284,6 @@ def imagine_slices(model: nn.Module, size: int, sent: Counter[str]) -> None:
     sliced = _cut_params(model, ImaginedSlices(size, sent))
     sliced.keep()
     sliced.put_on(model)
-
-
-def _slices_of(mesh: DeviceMesh) -> Slices:
-    return Slices(mesh.get_group(names_of(mesh).index("tp")))
 
 
 def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None = None) -> SlicedModel:
@@ -330,7 +307,9 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
         )
     # Before anything is changed, so that nothing need be undone.
     _check_heads(model, styles, slices.size)
-    counts = {name: found for name, _ in model.named_modules() if plan is None and (found := counts_of(model, name))}
+    own = None if plan is not None else _own_plan(model)
+    counted = own.counts if own is not None else {}
+    counts = {name: counted[end] for name, _ in model.named_modules() if (end := of_end(name, counted))}
     sliced = SlicedModel(slices, styles, counts)
     sliced.cut(model, cuts)
     return sliced
@@ -354,7 +333,7 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
                 "give GeminiDDP the mesh that the model was sliced for"
             )
         return None
-    if size == 1 or not has_plan(model):
+    if size == 1 or not (_own_plan(model) or getattr(model, "tp_plan", None)):
         return None
     if is_filled and (differing := first_differing(model, mesh, "tp")) is not None:
         warn(
@@ -363,7 +342,7 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
             "load the same files, or set the same seed"
         )
         return None
-    return _cut_params(model, _slices_of(mesh))
+    return _cut_params(model, Slices(mesh.get_group(names_of(mesh).index("tp"))))
 
 
 def cuts_in(model: nn.Module) -> dict[int, TensorSlice]:
@@ -380,11 +359,6 @@ def sliced_in(model: nn.Module) -> SlicedModel | None:
     return next((m.__dict__["_gemini_sliced"] for m in model.modules() if "_gemini_sliced" in m.__dict__), None)
 
 
-def has_plan(model: nn.Module) -> bool:
-    """Whether it is known how to slice a model."""
-    return _own_plan(model) is not None or bool(getattr(model, "tp_plan", None))
-
-
 def plan_of(model: nn.Module) -> dict[str, str]:
     """The plan that transformers has for a model.
 
@@ -392,8 +366,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
         ValueError: if it has none.
     """
     found = getattr(model, "tp_plan", None)
-    own = _own_plan(model)
-    if own is not None:
+    if (own := _own_plan(model)) is not None:
         return {name: own.styles[end] for name, _ in model.named_modules() if (end := of_end(name, own.styles))}
     if not found:
         raise ValueError(
@@ -405,13 +378,6 @@ def plan_of(model: nn.Module) -> dict[str, str]:
 
 def _own_plan(model: nn.Module) -> SlicePlan | None:
     return PLANS.get(getattr(getattr(model, "config", None), "model_type", ""))
-
-
-def counts_of(model: nn.Module, name: str) -> tuple[str, ...]:
-    """Attributes of a module that count what a slice has a part of."""
-    own = _own_plan(model)
-    end = None if own is None else of_end(name, own.counts)
-    return () if own is None or end is None else own.counts[end]
 
 
 def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,26 @@ from torch.autograd import Function
 from gemini.ranks.wire import guarded
 from gemini.train.modules.reading import own_params
 
+Way = Callable[[torch.Tensor], torch.Tensor]
+
 _DOING = "a sum over the slices of a layer (tp)"
+
+
+class _Through(Function):
+    """What ``there`` makes of a value; ``back`` makes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
+        ctx.back = back
+        return there(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ctx.back(grads[0]), None, None
+
+
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value.view_as(value)
 
 
 class Slices:
@@ -42,32 +61,50 @@ class Slices:
             return value
         if self._given is not value or self._taken is None:
             # Queries, keys and values read one input: one sum of its gradient, in place of three.
-            self._given, self._taken = value, SumInBackward.apply(value, self)
+            self._given, self._taken = value, self.sum_in_backward(value)
         return self._taken
 
     def forget(self) -> None:
         """Forget what was shared: the forward is over, or the backward of what it has shared last begins."""
         self._given = self._taken = None
 
-    def add_up(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over slices, a new tensor.
+    def sum_in_backward(self, value: torch.Tensor) -> torch.Tensor:
+        """The value as it is, which all slices have; each knows a part of its gradient."""
+        return _Through.apply(value, _as_it_is, self._add_up_gradient)  # type: ignore[no-any-return]
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of the slices' values, whose gradient all slices know.
 
         Raises:
-            RankLost: if another rank does not answer.
+            RankLost: if another rank does not answer; so do the others.
         """
+        return _Through.apply(value, self._add_up, _as_it_is)  # type: ignore[no-any-return]
+
+    def join(self, value: torch.Tensor) -> torch.Tensor:
+        """The slices' values side by side in the last dim; all know the gradient of that."""
+        return _Through.apply(value, self._joined, self._own)  # type: ignore[no-any-return]
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """This slice's part of the last dim of a value that all have; each knows its part of the gradient."""
+        return _Through.apply(value, self._own, self._joined)  # type: ignore[no-any-return]
+
+    def _add_up_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        # A recomputed forward gives a tensor of its own, which must not be met with the one before.
+        self.forget()
+        return self._add_up(grad)
+
+    def _add_up(self, value: torch.Tensor) -> torch.Tensor:
         # The sum is made in place, and autograd may still need what it was made of.
         value = value.contiguous().clone()
         self._sum(value)
         return value
 
-    def join(self, value: torch.Tensor) -> torch.Tensor:
-        """The slices' values side by side in the last dim; raises as :meth:`add_up`."""
+    def _joined(self, value: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.size)]
         self._gather(parts, value.contiguous())
         return torch.cat(parts, -1)
 
-    def own(self, value: torch.Tensor) -> torch.Tensor:
-        """This slice's part of the last dim."""
+    def _own(self, value: torch.Tensor) -> torch.Tensor:
         return value.chunk(self.size, -1)[self.rank].contiguous()
 
     def _sum(self, value: torch.Tensor) -> None:
@@ -94,59 +131,6 @@ class ImaginedSlices(Slices):
 
     def _gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
         self._sent["tp"] += own.nbytes * (self.size - 1)
-
-
-class SumInBackward(Function):
-    """The value as it is, which all slices have; each knows a part of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, slices: Slices) -> torch.Tensor:
-        ctx.slices = slices
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # A recomputed forward gives a tensor of its own, which must not be met with the one before.
-        ctx.slices.forget()
-        return ctx.slices.add_up(grads[0]), None
-
-
-class SumInForward(Function):
-    """The sum of the slices' values, whose gradient all slices know."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, slices: Slices) -> torch.Tensor:
-        return slices.add_up(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], None
-
-
-class Join(Function):
-    """The slices' values side by side in the last dim, whose gradient all slices know."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, slices: Slices) -> torch.Tensor:
-        ctx.slices = slices
-        return slices.join(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return ctx.slices.own(grads[0]), None
-
-
-class CutLastDim(Function):
-    """This slice's part of the last dim of a value that all have; each knows its part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, slices: Slices) -> torch.Tensor:
-        ctx.slices = slices
-        return slices.own(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return ctx.slices.join(grads[0]), None
 
 
 class Cutting(NamedTuple):
@@ -199,18 +183,18 @@ def _colwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *
 
 
 def _joined(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return Join.apply(own(slices.share(x), *args, **kwargs), slices)
+    return slices.join(own(slices.share(x), *args, **kwargs))
 
 
 def _rowwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
     # The bias after the sum: added in each slice it would count as often as there are slices.
-    out = SumInForward.apply(_linear(module, x), slices)
+    out = slices.sum(_linear(module, x))
     bias = getattr(module, "bias", None)
     return out if bias is None else out + bias
 
 
 def _rowwise_of_whole(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
-    return _rowwise(module, own, slices, CutLastDim.apply(x, slices))
+    return _rowwise(module, own, slices, slices.cut(x))
 
 
 def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: torch.Tensor) -> torch.Tensor:
@@ -221,11 +205,11 @@ def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: tor
     # Other slices have the other rows: here they count as zeros, and the sum brings them.
     is_here = (here >= 0) & (here < rows)
     found = own(here.clamp(0, rows - 1))
-    return SumInForward.apply(found * is_here.unsqueeze(-1), slices)
+    return slices.sum(found * is_here.unsqueeze(-1))
 
 
 def _embedding_by_columns(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
-    return Join.apply(own(*args, **kwargs), slices)
+    return slices.join(own(*args, **kwargs))
 
 
 def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +219,7 @@ def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *a
         del module._parameters[name]
     try:
         for name, param in kept.items():
-            setattr(module, name, SumInBackward.apply(param, slices))
+            setattr(module, name, slices.sum_in_backward(param))
         return own(*args, **kwargs)
     finally:
         for name in kept:
@@ -244,23 +228,23 @@ def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *a
 
 
 def _summed(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
-    return SumInForward.apply(own(*args, **kwargs), slices)
+    return slices.sum(own(*args, **kwargs))
 
 
 def _experts(module: nn.Module, own: Forward, slices: Slices, hidden: torch.Tensor, *routing: Any, **kw: Any) -> Any:
     # Each slice has a part of every expert: of the gradients of tokens and routing weights it knows a part.
-    hidden = SumInBackward.apply(hidden, slices)
+    hidden = slices.sum_in_backward(hidden)
     if len(routing) >= 2:
         index, weights, *more = routing
-        routing = (index, SumInBackward.apply(weights, slices), *more)
-    return SumInForward.apply(own(hidden, *routing, **kw), slices)
+        routing = (index, slices.sum_in_backward(weights), *more)
+    return slices.sum(own(hidden, *routing, **kw))
 
 
 def _rotated(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> torch.Tensor:
     """DeepSeek's: a part of the output goes to all heads of this slice past every layer that is cut."""
     out, rope = own(*args, **kwargs), module.__dict__["_gemini_rope_dim"]
     passed, turned = out.split([out.shape[-1] - rope, rope], -1)
-    return torch.cat([passed, SumInBackward.apply(turned, slices)], -1)
+    return torch.cat([passed, slices.sum_in_backward(turned)], -1)
 
 
 def _divided(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
