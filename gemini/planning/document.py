@@ -86,7 +86,7 @@ class Document:
         Raises:
             ValueError, KeyError, TypeError, IndexError, AttributeError: for what no release wrote.
         """
-        return schema.read(body, cls, "it")
+        return schema.read(body, cls)
 
 
 def load(path: str | Path, what: str, parse: Callable[[str], T]) -> T:

@@ -138,8 +138,8 @@ class Plan(Document, kind="plan"):
         rule = RuleSpec.from_body(body["rule"]) if "rule" in body else ADAM  # older plans are Adam's
         layout = trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], rule=rule)
         posed = {**body, **body["spoken_for"], "rule": rule, "layout": layout}
-        problem = schema.read(posed, Problem, "it")
-        placement = schema.read(body, Placement, "it")
+        problem = schema.read(posed, Problem)
+        placement = schema.read(body, Placement)
         plan = super()._from_body({**body, "trace": trace, "problem": problem, "placement": placement})
         per_moment = {len(plan.moves), len(plan.again or plan.moves)}
         if len(placement.homes) != len(layout.chunks) or per_moment != {len(trace.moments)}:

@@ -168,7 +168,7 @@ def manifest_of(data: dict[str, Any], path: Path) -> Manifest:
     """The manifest that ``data``, as JSON has it, stands for. Raises StorageError for one that a later Gemini wrote."""
     try:
         rule = {"rule": RuleSpec.from_body(data["rule"])} if "rule" in data else {}
-        return schema.read({**data, **rule}, Manifest, "the manifest")
+        return schema.read({**data, **rule}, Manifest)
     except (TypeError, ValueError) as e:
         raise StorageError(
             f"{path} has what this Gemini does not know ({e}): load it with the one that wrote it"
