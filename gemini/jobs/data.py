@@ -22,10 +22,8 @@ def is_text(name: str | None) -> bool:
     """Whether a name on the command line stands for plain text: a file or a pattern of none of the kinds of rows, or a
     folder of ``.txt`` files.
     """
-    if name is None:
-        return False
-    path = Path(name)
-    if path.is_dir():
+    path = Path(name or "")
+    if name and path.is_dir():
         return any(path.rglob("*.txt")) and not any(p.suffix.lower() in _KINDS for p in path.rglob("*"))
     return _is_of_files(path) and path.suffix.lower() not in _KINDS
 
@@ -35,11 +33,7 @@ def _is_of_files(path: Path) -> bool:
 
 
 def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
-    """The splits by name. ``--test_split_size`` makes a test split of whatever has none, drawn from ``seed``.
-
-    Raises:
-        JobError: if there is no such data, or no split of the name that was asked for.
-    """
+    """The splits by name. ``--test_split_size`` makes a test split of whatever has none, drawn from ``seed``."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
     name, size = script.dataset_name, mixture.test_split_size

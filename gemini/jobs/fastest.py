@@ -1,4 +1,4 @@
-"""``gemini plan --fastest`` and ``--micro-batch auto``: the quickest step of so many tokens, by branch and bound.
+"""``gemini plan --fastest``: the quickest step of so many tokens, by branch and bound.
 
 Every way to make the step is known from two traces of it. Those that fit are planned and played in the order of what
 they take at least, until none that is left can be quicker. What is found is said with the command that runs it.
@@ -87,7 +87,7 @@ def _sequences(way: Way) -> int:
 def _ways(way: Way, sequences: int) -> Iterator[Way]:
     """Those that fit, as far as that is known without planning them."""
     asked = way.settings
-    is_open = asked.fastest and not asked.gradient_checkpointing
+    is_open = way.machine.hardware is not None and not asked.gradient_checkpointing
     for checkpointing in (False, True) if is_open else (asked.gradient_checkpointing,):
         base = way.changed(gradient_checkpointing=checkpointing)
         try:
@@ -97,7 +97,7 @@ def _ways(way: Way, sequences: int) -> Iterator[Way]:
                 continue
             raise
         places = ("no", "cpu") if saves else ("no",)
-        may_move = asked.fastest and asked.offload_activations == "auto" and way.machine.compute is Tier.GPU
+        may_move = way.machine.hardware and way.machine.compute is Tier.GPU and asked.offload_activations == "auto"
         for where in places if may_move else (asked.offload_activations,):
             yield from _of_sizes(base.changed(offload_activations=where), sequences)
 

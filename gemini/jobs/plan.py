@@ -68,7 +68,7 @@ def plan(settings: PlanSettings, console: Console) -> int:
 def _plan_whole(way: Way, status: Status) -> Answer:
     """Of a model that ranks share as params alone."""
     choice: Choice | None = None
-    if way.settings.micro_batch is not None or way.settings.fastest:
+    if way.settings.fastest:
         way, choice = choose(way, status)
     trace, settings = way.trace(), way.settings
     status.update("choosing homes and moves ...")
@@ -111,8 +111,9 @@ def _others(way: Way, *, fits: bool) -> Iterator[tuple[str, dict[str, Any], str]
         yield "--gradient-checkpointing", {"gradient_checkpointing": True}, "same bits"
     if not fits and on_gpu:
         if is_traced_here and sequences > 1:
-            micro = {"batch_size": 1, "accumulate": sequences * settings.accumulate}
-            yield "--micro-batch auto", micro, "the same step in smaller micro-batches"
+            number = sequences * settings.accumulate
+            micro = {"batch_size": 1, "accumulate": number}
+            yield f"--batch-size 1 --accumulate {number}", micro, "the same step in small micro-batches"
         if settings.offload_activations == "no" and way.trace().checkpoint_bytes:
             less = f"{human_bytes(way.trace().checkpoint_bytes)} less on the GPU"
             yield "--offload-activations cpu", {"offload_activations": "cpu"}, less

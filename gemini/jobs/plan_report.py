@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
-
-from gemini import kernels
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.jobs.planner import Machine
 from gemini.jobs.screen import fact, human_count, human_rate, in_options, shown_bytes, table
@@ -56,7 +53,7 @@ def describe(
         precision, own = precision_of(chunk, trace.precision), rule.of(chunk.exact)
         specs = plane_specs(precision, gradients, own, trainable=chunk.trainable, coded=chunk.coded)
         needs.update({kind: spec.page_bytes(chunk.numel // ranks) for kind, spec in specs.items()})
-    states = sum(n for kind, n in needs.items() if kind not in GRADS) * ranks / max(1, trace.num_params)
+    states = sum(n for kind, n in needs.items() if kind not in GRADS) * ranks
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
     update: Counter[str] = Counter()
     for index, chunk in enumerate(plan.layout.chunks if plan else ()):
@@ -80,7 +77,7 @@ def describe(
         "compute": machine.compute.value,
         "machine": None if machine.hardware is None else machine.hardware.name,
         "optimizer": rule.name,
-        "bytes_per_param": plan.bytes_per_param if plan else states,
+        "bytes_per_param": plan.bytes_per_param if plan else states / max(1, trace.num_params),
         "needs": dict(needs),
         "budgets": named(machine.budgets_of_rank),
         "origins": named(machine.origins),
@@ -114,15 +111,12 @@ def named(of: Mapping[Tier, Any]) -> dict[str, Any]:
 
 def _beyond(settings: PlanSettings, machine: Machine) -> str:
     """What is given of more than the machine has, and how to say that it is there."""
-    if not machine.beyond or machine.hardware is None:
+    given = {tier.value: getattr(settings, tier.value) for tier in machine.beyond}
+    if not given or machine.hardware is None:
         return ""
-    name, given = machine.hardware.name, {tier: getattr(settings, tier.value) for tier in machine.beyond}
-    more = " and ".join(
-        f"--{tier.value} {given[tier]} is more than {name} has ({human_bytes(capacity)})"
-        for tier, capacity in machine.beyond.items()
-    )
-    sizes = ",".join(f"{tier.value}={size}" for tier, size in given.items())
-    return f"{more}. If yours has that, say so: --machine {settings.machine},{sizes}"
+    more = " and ".join(f"--{name} {size}" for name, size in given.items())
+    sizes = ",".join(f"{name}={size}" for name, size in given.items())
+    return f"{more}: more than {machine.hardware.name} has. If yours has it, say --machine {settings.machine},{sizes}"
 
 
 def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeline, best: MeshOutcome | None) -> Report:
@@ -163,21 +157,7 @@ def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeli
 FEW_STEPS = 100_000
 """Fewer steps than this until drives are worn out are a warning; of ten times as many nothing is said."""
 
-_TRACKS = {
-    "compute": "computing",
-    "update": "the update",
-    "host to gpu": "the link from host to GPU",
-    "gpu to host": "the link from GPU to host",
-    "nvme read": "reading from NVMe",
-    "nvme write": "writing to NVMe",
-    "all-gather": "gathering between ranks",
-    "reduce-scatter": "reducing between ranks",
-    "exchange": "layers in slices and sequences in parts",
-}
-"""What keeps a step as long as it is, in words."""
-
 _ORDERS = {"1f1b": "; one forward, one backward", "bfs": "; breadth first", "": ""}
-_STAGES_SHOWN = 8
 
 
 def screen(report: Report) -> list[str]:
@@ -213,8 +193,6 @@ def _head(report: Report) -> Iterator[str]:
     given = [f"{tier} {human_bytes(n)} {origins.get(tier, '')}".rstrip() for tier, n in report["budgets"].items()]
     given += [f"machine {report['machine']}"] if report["machine"] else []
     yield fact("given, each" if report["ranks"] > 1 else "given", "; ".join(given))
-    if on_gpu and torch.cuda.is_available() and (why := kernels.capabilities().why_not_cuda):
-        yield fact("slower here", f"updates and gradients on this machine's GPU go through torch: {why}")
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -223,10 +201,8 @@ def _verdict(report: Report) -> Iterator[str]:
         gradients = needs.get("grad", 0) * report["ranks"] / max(1, report["num_trained"])
         more = f", and {gradients:.2f} for gradients until the update" if gradients else ""
         rule = "" if report["optimizer"] == ADAM.name else f" with {report['optimizer']}"
-        if report["beyond"]:
-            yield f"FITS, BUT {report['beyond']}"
-        verdict = "it takes" if report["beyond"] else "FITS"
-        yield f"{verdict}: {report['bytes_per_param']:.2f} bytes per trained param{rule}{more}"
+        verdict = f"FITS, BUT {report['beyond']}. It takes" if report["beyond"] else "FITS:"
+        yield f"{verdict} {report['bytes_per_param']:.2f} bytes per trained param{rule}{more}"
         return
     refusal, _, change = report["refusal"].partition(" Cheapest change: ")
     yield "DOES NOT FIT: " + (refusal.partition(" does not fit: ")[2] or refusal)
@@ -254,11 +230,7 @@ def _mesh(report: Report) -> Iterator[str]:
             )
             for number, stage in enumerate(stages, 1)
         ]
-        lines = table((f"{rank} of stage", "blocks", "params", *stages[0]["held"], "works"), rows)
-        if len(rows) > _STAGES_SHOWN:  # the first and the last ones
-            half = _STAGES_SHOWN // 2
-            lines[1 + half : -half] = [f"  ... {len(rows) - _STAGES_SHOWN} more ..."]
-        yield from lines
+        yield from table((f"{rank} of stage", "blocks", "params", *stages[0]["held"], "works"), rows)
     if mesh["bubble"]:
         share = _percent(mesh["bubble"], report["step"]["seconds"])
         yield fact("bubble", f"{human_seconds(mesh['bubble'])} in which the slowest stage waits for others ({share})")
@@ -353,10 +325,8 @@ def _time(report: Report, step: Report) -> Iterator[str]:
         f"{human_seconds(seconds)} predicted ({step['schedule']}), {human_rate(per_second)} tokens/s{a_million}, "
         f"{step['flops_per_second'] / 1e12:.3g} TFLOP/s{each}{mfu}",
     )
-    bounds = [
-        f"{_TRACKS.get(track, track)}, {human_seconds(s)} ({_percent(s, seconds)} of the step)"
-        for track, s in list(step["busy"].items())[:2]
-    ]
+    busiest = list(step["busy"].items())[:2]
+    bounds = (f"{track}, {human_seconds(s)} ({_percent(s, seconds)} of the step)" for track, s in busiest)
     yield fact("bound by", "; then ".join(bounds) or "nothing")
     waited = sorted(step["waited"].items(), key=lambda item: -item[1])[:3]
     if waited and waited[0][1] > 0.01 * seconds:
@@ -375,9 +345,9 @@ def _free(tokens: int, step: Report) -> str:
     if Track.COMPUTE.value not in step["busy"]:
         return "not known: the trace has no work in it"
     if larger is not None and larger <= tokens:
-        return f"now: a step takes as long as its computing, {within}; it does from {_about(larger)} tokens on"
-    ways = [f"from {_about(larger)} tokens a step on in larger micro-batches"] if larger is not None else []
-    ways += [f"from {_about(more)} in more micro-batches of this size"] if more is not None else []
+        return f"now: a step takes as long as its computing, {within}; it does from {human_count(larger)} tokens on"
+    ways = [f"from {human_count(larger)} tokens a step on in larger micro-batches"] if larger is not None else []
+    ways += [f"from {human_count(more)} in more micro-batches of this size"] if more is not None else []
     return f"{' or '.join(ways) or 'at no number of tokens'} ({within}; now {tokens:,})"
 
 
@@ -394,12 +364,6 @@ def _alternatives(report: Report) -> Iterator[str]:
     ]
     if rows:
         yield from table(("what else it could do", "result", "fits", "tokens/s"), rows, left=2)
-
-
-def _about(tokens: int) -> str:
-    """Three digits, rounded up: more would promise what a prediction cannot hold."""
-    unit = 10 ** max(0, len(str(tokens)) - 3)
-    return f"{-(-tokens // unit) * unit:,}"
 
 
 def _percent(part: float, whole: float) -> str:

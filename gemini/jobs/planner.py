@@ -34,7 +34,7 @@ ROUNDED = 1.01
 class Machine(NamedTuple):
     """What there is to plan for: bytes per tier of one machine and where each comes from; its speeds if known.
 
-    ``sharing``: ranks that divide its host memory and drives. ``beyond``: what it has of tiers that more was given of.
+    ``sharing``: ranks that divide its host memory and drives. ``beyond``: tiers that more was given of than it has.
     """
 
     budgets: dict[Tier, int]
@@ -43,7 +43,7 @@ class Machine(NamedTuple):
     compute: Tier
     ranks: int
     sharing: int
-    beyond: dict[Tier, int]
+    beyond: tuple[Tier, ...]
 
     @property
     def budgets_of_rank(self) -> dict[Tier, int]:
@@ -57,7 +57,7 @@ def machine_of(settings: PlanSettings) -> Machine:
     hardware = None if settings.machine is None else load_hardware(settings.machine)
     budgets: dict[Tier, int] = {}
     origins: dict[Tier, str] = {}
-    beyond: dict[Tier, int] = {}
+    beyond: list[Tier] = []
     for tier in Tier:
         if tier is Tier.GPU and settings.compute == "cpu":
             continue
@@ -69,7 +69,7 @@ def machine_of(settings: PlanSettings) -> Machine:
             # Who gives a size may know the machine: its speeds are taken, and what a named one has is said.
             has = f"{hardware.name}: {human_bytes(capacity)}"
             if given > ROUNDED * capacity:
-                beyond[tier] = capacity
+                beyond.append(tier)
             origins[tier] = f"(MORE than it has, {has})" if tier in beyond else f"({has})"
             hardware = hardware.with_figures("as given", **{f"{tier.value}_bytes": given})
         if given:
@@ -92,7 +92,7 @@ def machine_of(settings: PlanSettings) -> Machine:
                 f"--gpus {settings.gpus}: a {hardware.name} has {num_gpus}, so that many or fewer, or a multiple of it "
                 "for several machines."
             )
-    return Machine(budgets, origins, hardware, compute, settings.gpus, sharing, beyond)
+    return Machine(budgets, origins, hardware, compute, settings.gpus, sharing, tuple(beyond))
 
 
 class Way:

@@ -250,16 +250,10 @@ class PlanSettings(_Printed, _Played, _Step):
     batch_size: int | None = opt(_STEP, "Sequences in a forward pass of each GPU. (Default: 1.)", least=1)
     precision: str | None = opt(_STEP, "What is computed in. (Default: bf16.)", choices=PRECISIONS)
     accumulate: int = opt(_STEP, "Batches in an optimizer step.", 1, least=1)
-    micro_batch: str | None = opt(
-        _STEP,
-        "Keep the sequences of a step (--batch-size times --accumulate), and choose how many of them are in a forward "
-        "pass, so that the step is the quickest on the --machine.",
-        choices=("auto",),
-    )
     fastest: bool = opt(
         _STEP,
-        "Choose the quickest step of --tokens-per-step on the --machine: micro-batch, checkpointing, where its inputs "
-        "wait, and tiles where --tile-tokens auto allows them.",
+        "Choose the quickest step of so many tokens (--tokens-per-step, or --batch-size times --accumulate): "
+        "micro-batch, and on a --machine checkpointing and where its inputs wait, and tiles with --tile-tokens auto.",
         False,
     )
     tokens_per_step: int | None = opt(_STEP, "Tokens in an optimizer step of all GPUs, for --fastest.", least=2)
@@ -377,7 +371,7 @@ class DoctorSettings(Record):
 # ---- what does not go together ---------------------------------------------------------------------------------------
 
 _OF_THE_TRACE = (
-    "batch_size seq_len precision gradient_checkpointing tile_tokens lora load_in_4bit attn_implementation micro_batch"
+    "batch_size seq_len precision gradient_checkpointing tile_tokens lora load_in_4bit attn_implementation"
 ).split()
 
 _APART = {
@@ -387,17 +381,17 @@ _APART = {
         "{self.described} describes a step that is to be traced, and --trace {self.trace} brings one that has been: "
         "drop one of the two."
     ),
-    ("fastest", "!tokens_per_step"): "--fastest needs the tokens of a step: --tokens-per-step 65536.",
-    ("tokens_per_step", "!fastest"): "--tokens-per-step is for --fastest: --batch-size and --accumulate say it else.",
-    ("fastest", "!machine"): "--fastest needs the speeds of a machine: --machine NAME or FILE.",
-    ("fastest", "batch_size|accumulate>1|micro_batch|alternatives|trace|mesh"): (
-        "--fastest chooses how --tokens-per-step are divided on GPUs that share params, and shows what else there is: "
-        "leave --batch-size, --accumulate, --micro-batch, --alternatives, --trace, --tp, --pp and --cp out."
+    ("tokens_per_step", "!fastest|batch_size|accumulate>1"): (
+        "--tokens-per-step is for --fastest, which divides them: else --batch-size and --accumulate say it."
+    ),
+    ("fastest", "alternatives|trace|mesh"): (
+        "--fastest looks at steps of several sizes on GPUs that share params, and shows what else there is: leave "
+        "--alternatives, --trace, --tp, --pp, --cp and --parallel out."
     ),
     ("parallel", "dims"): "--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.",
-    ("mesh", "trace|micro_batch|tile_tokens|lora|out|alternatives"): (
-        "{self.mesh} makes a plan for each stage from a config: leave --trace, --micro-batch, --tile-tokens, --lora, "
-        "--out and --alternatives out."
+    ("mesh", "trace|tile_tokens|lora|out|alternatives"): (
+        "{self.mesh} makes a plan for each stage from a config: leave --trace, --tile-tokens, --lora, --out "
+        " and --alternatives out."
     ),
     ("parallel|tp>1|pp>1", "gradients=transient"): (
         "{self.mesh} with --gradients transient: slices and stages keep gradients until the update."

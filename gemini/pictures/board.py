@@ -1,16 +1,15 @@
 """The picture of a step: for each tier what it holds over time, below it what comes and goes, then the tracks.
 
 One timeline is one column, two stand beside each other with the same scales. Layout is arithmetic in inches, so that
-nothing overlaps at any size and a page knows where the panels are. matplotlib is optional and imported when it is used.
+nothing overlaps at any size. matplotlib is optional and imported when it is used.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gemini.errors import human_bytes
 from gemini.pictures import series
@@ -25,24 +24,6 @@ _SPARE = ("#332288", "#117733", "#DDCC77", "#AA4499", "#44AA99", "#661100")
 _WIDTH, _LEFT, _RIGHT = 7.6, 0.95, 0.6  # inches; the width is a column's
 _HEAD, _PANEL, _STRIP, _ROW, _GAP, _AXIS = 0.75, 1.55, 0.66, 0.36, 0.42, 0.5
 _ENTRY = 1.45
-
-
-class Box(NamedTuple):
-    """Where a column of the board is, in inches from the top left."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-
-
-@dataclass
-class Board:
-    """A figure and its size in inches."""
-
-    figure: Any
-    width: float
-    height: float
 
 
 def memory_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
@@ -70,53 +51,68 @@ def tracks_picture(timeline: Timeline, other: Timeline | None = None, *, path: s
 def picture(
     timeline: Timeline, other: Timeline | None = None, *, suffix: str, memory: bool = True, tracks: bool = True
 ) -> bytes:
-    """The bytes of a PNG or SVG file."""
+    """The bytes of a PNG or SVG file; the same ones for the same timelines."""
     suffix = suffix.lower().removeprefix(".")
     if suffix not in ("png", "svg"):
         raise ValueError(f"a picture is a .png or an .svg, not {suffix!r}")
-    timelines = [timeline] if other is None else [timeline, other]
-    return render(board(timelines, memory=memory, tracks=tracks), suffix)
+    figure, out = board([timeline] if other is None else [timeline, other], memory=memory, tracks=tracks), io.BytesIO()
+    import matplotlib
 
-
-def render(made: Board, suffix: str) -> bytes:
-    """A board as a file; the same bytes for the same timelines."""
-    matplotlib = _matplotlib()
-    out = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "gemini", "svg.fonttype": "none"}):
         metadata = {"Date": None, "Creator": None} if suffix == "svg" else {"Software": None}
-        made.figure.savefig(out, format=suffix, dpi=110, metadata=metadata)
+        figure.savefig(out, format=suffix, dpi=110, metadata=metadata)
     if suffix == "png":
         return out.getvalue()
     # A hundredth of a point is enough, and half the bytes.
     return re.sub(rb' d="[^"]+"', lambda path: re.sub(rb"(\.\d\d)\d+", rb"\1", path[0]), out.getvalue())
 
 
-def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True) -> Board:
-    """Lay out and draw."""
-    _matplotlib()
-    from matplotlib.figure import Figure
-
+def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True) -> Any:
+    """Lay out and draw: a figure."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ImportError(
+            "pictures need matplotlib, an optional part of Gemini: pip install '.[pictures]'. A trace for "
+            "ui.perfetto.dev (.json) needs nothing"
+        ) from e
     ends = [timeline.step_seconds or 1.0 for timeline in timelines]
     if max(ends) <= 4 * min(ends):  # the same scale, unless one would be a splinter
         ends = [max(ends)] * len(ends)
     tiers = [tier for tier in Tier if series.holders(timelines, tier)] if memory else []
     shown = [track for track in Track if tracks and any(s.track is track for t in timelines for s in t.spans)]
     rows = len(tiers) * (_PANEL + _STRIP + _GAP) + len(shown) * _ROW + (0.1 if shown and tiers else 0)
-    names = _legends(timelines, tiers, shown)
+    legends = _legends(timelines, tiers, shown)
     width = len(timelines) * (_LEFT + _WIDTH + _RIGHT)
-    legend = sum(0.3 + 0.2 * -(-len(entries) // _per_row(width)) for _, entries, _ in names)
-    height = _HEAD + rows + _AXIS + legend + 0.1
+    per_row = max(3, int((width - _LEFT) / _ENTRY))
+    lines = [-(-len(colours) // per_row) for colours in legends.values()]
+    height = _HEAD + rows + _AXIS + sum(0.3 + 0.2 * number for number in lines) + 0.1
     figure = Figure(figsize=(width, height), facecolor="white")
-    made = Board(figure, width, height)
     for column, timeline in enumerate(timelines):
-        box = Box(_LEFT + column * (_LEFT + _WIDTH + _RIGHT), _HEAD, _WIDTH, rows)
-        _column(made, timelines, timeline, box, ends[column], tiers, shown)
+        left = _LEFT + column * (_LEFT + _WIDTH + _RIGHT)
+        _heading(figure, timeline, left)
+        _phases(_axes(figure, left, _HEAD, _WIDTH, rows), timeline, ends[column])
+        top, last = _HEAD, None
+        for tier in tiers:
+            _memory(_axes(figure, left, top + _GAP - 0.1, _WIDTH, _PANEL), timelines, timeline, tier, end=ends[column])
+            top += _GAP - 0.1 + _PANEL
+            last = _axes(figure, left, top, _WIDTH, _STRIP)
+            _strip(last, timeline, tier, ends[column])
+            top += _STRIP + 0.1
+        top += 0.1 if shown and tiers else 0
+        for track in shown:
+            last = _axes(figure, left, top, _WIDTH, _ROW)
+            _track(last, timeline, track, ends[column], is_first=track is shown[0])
+            top += _ROW
+        if last is not None:
+            _time(last, ends[column])
     top = _HEAD + rows + _AXIS
-    for title, entries, colours in names:
-        lines = -(-len(entries) // _per_row(width))
-        _legend(made, top, title, entries, colours, lines)
-        top += 0.3 + 0.2 * lines
-    return made
+    for (title, colours), number in zip(legends.items(), lines, strict=True):
+        axes = _axes(figure, _LEFT, top, width - _LEFT - _RIGHT, 0.2 + 0.2 * number)
+        axes.set(xlim=(0, width - _LEFT - _RIGHT), ylim=(0.2 + 0.2 * number, 0))
+        _legend(axes, title, colours, per_row)
+        top += 0.3 + 0.2 * number
+    return figure
 
 
 def colour_of(holder: str) -> str:
@@ -124,58 +120,19 @@ def colour_of(holder: str) -> str:
     return series.HOLDERS.get(holder) or _SPARE[sum(map(ord, holder)) % len(_SPARE)]
 
 
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-    except ImportError as e:
-        raise ImportError(
-            "pictures need matplotlib, an optional part of Gemini: pip install '.[pictures]'. A trace for "
-            "ui.perfetto.dev (.json) needs nothing"
-        ) from e
-    return matplotlib
-
-
-def _axes(made: Board, left: float, top: float, width: float, height: float) -> Any:
-    box = (left / made.width, 1 - (top + height) / made.height, width / made.width, height / made.height)
-    axes = made.figure.add_axes(box)
+def _axes(figure: Any, left: float, top: float, width: float, height: float) -> Any:
+    """A panel, in inches from the top left."""
+    whole_width, whole_height = figure.get_size_inches()
+    box = (left / whole_width, 1 - (top + height) / whole_height, width / whole_width, height / whole_height)
+    axes = figure.add_axes(box)
     axes.patch.set_alpha(0)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for spine in axes.spines.values():
-        spine.set(color=FAINT, linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[:].set(color=FAINT, linewidth=0.7)
     axes.tick_params(colors=INK, labelsize=8.5, length=2.5, width=0.6, color=FAINT)
     return axes
 
 
-def _column(
-    made: Board,
-    timelines: list[Timeline],
-    timeline: Timeline,
-    box: Box,
-    end: float,
-    tiers: list[Tier],
-    tracks: list[Track],
-) -> None:
-    _heading(made, timeline, box)
-    _phases(made, timeline, box, end)
-    top, last = box.top, None
-    for tier in tiers:
-        panel = _axes(made, box.left, top + _GAP - 0.1, box.width, _PANEL)
-        _memory(panel, timelines, timeline, tier, end)
-        top += _GAP - 0.1 + _PANEL
-        last = _axes(made, box.left, top, box.width, _STRIP)
-        _strip(last, timeline, tier, end)
-        top += _STRIP + 0.1
-    top += 0.1 if tracks and tiers else 0
-    for track in tracks:
-        last = _axes(made, box.left, top, box.width, _ROW)
-        _track(last, timeline, track, end, is_first=track is tracks[0])
-        top += _ROW
-    if last is not None:
-        _time(last, end)
-
-
-def _heading(made: Board, timeline: Timeline, box: Box) -> None:
+def _heading(figure: Any, timeline: Timeline, left: float) -> None:
     parts = [f"step {human_seconds(timeline.step_seconds)}"]
     if timeline.tokens and timeline.step_seconds:
         rate = timeline.tokens_per_second
@@ -186,35 +143,32 @@ def _heading(made: Board, timeline: Timeline, box: Box) -> None:
         parts.append(f"busiest: {timeline.bound_by.value}")
     title = f"{timeline.source.capitalize()}: {timeline.title}"
     title = title if len(title) <= 82 else title[:80] + "…"
-    x = box.left / made.width
-    made.figure.text(x, 1 - 0.24 / made.height, title, fontsize=11.5, fontweight="bold", color=INK, va="baseline")
-    made.figure.text(x, 1 - 0.44 / made.height, ", ".join(parts), fontsize=9.5, color=INK, va="baseline")
+    width, height = figure.get_size_inches()
+    figure.text(left / width, 1 - 0.24 / height, title, fontsize=11.5, fontweight="bold", color=INK)
+    figure.text(left / width, 1 - 0.44 / height, ", ".join(parts), fontsize=9.5, color=INK)
 
 
-def _phases(made: Board, timeline: Timeline, box: Box, end: float) -> None:
+def _phases(axes: Any, timeline: Timeline, end: float) -> None:
     """Shading behind everything; a name where there is room for it."""
-    axes = _axes(made, box.left, box.top, box.width, box.height)
     axes.set(xlim=(0, end), ylim=(0, 1), xticks=[], yticks=[], zorder=-1)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     shades = {"forward": 0.0, "backward": 0.09, "update": 0.2}
     found = series.phases(timeline)
     for phase in found if len(found) <= 200 else ():
         if shades[phase.name]:
             axes.axvspan(phase.start, phase.stop, color=FAINT, alpha=shades[phase.name], linewidth=0)
-        inches = (phase.stop - phase.start) / end * box.width
-        if inches > 0.085 * len(phase.name):
+        if (phase.stop - phase.start) / end * _WIDTH > 0.085 * len(phase.name):
             middle = (phase.start + phase.stop) / 2
             axes.text(middle, 1, phase.name, ha="center", va="bottom", fontsize=9, color=INK, clip_on=False)
 
 
-def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier, end: float) -> None:
+def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier, *, end: float) -> None:
     budget = timeline.budgets.get(tier, 0)
     peaks = [t.peaks.get(tier, 0) for t in timelines]
     most = max(*peaks, 1)
     budgets = [t.budgets.get(tier, 0) for t in timelines]
     top = max(most, *[b for b in budgets if b <= 2 * most], 1)
-    unit, unit_name = series.byte_unit(top)
+    unit, unit_name = series.unit("bytes", top)
     shown = series.stack(timeline, tier)
     held = [sample.held.get(tier, {}) for sample in shown.samples]
     names = series.holders(timelines, tier)
@@ -230,7 +184,7 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
         caption += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"
         if budget <= top:
             axes.axhline(budget / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
-            _beside(axes, "budget", budget / unit, coords="data", points=3)
+            _beside(axes, "budget", budget / unit, coords="data")
     axes.text(0, 1.03, caption, transform=axes.transAxes, fontsize=9.5, fontweight="bold", color=INK, va="bottom")
 
 
@@ -260,28 +214,19 @@ def _track(axes: Any, timeline: Timeline, track: Track, end: float, *, is_first:
     axes.tick_params(axis="y", length=0, labelsize=8.5)
     share = timeline.busy.get(track, 0.0) / timeline.step_seconds if timeline.step_seconds else 0.0
     if is_first:
-        _beside(axes, "busy", 1, size=7.5, align="baseline")
+        _beside(axes, "busy", 1, align="baseline")
     _beside(axes, f"{share:.0%}", 0.5)
 
 
-def _beside(
-    axes: Any,
-    words: str,
-    y: float,
-    *,
-    coords: str = "axes fraction",
-    points: float = 4,
-    size: float = 8.5,
-    align: str = "center",
-) -> None:
-    """Words at the right end of a panel, so many points away from it."""
+def _beside(axes: Any, words: str, y: float, *, coords: str = "axes fraction", align: str = "center") -> None:
+    """Words at the right end of a panel, or above it."""
     axes.annotate(
         words,
         (1, y),
         xycoords=("axes fraction", coords),
-        xytext=(points, 0 if align == "center" else 1),
+        xytext=(3, 0 if align == "center" else 1),
         textcoords="offset points",
-        fontsize=size,
+        fontsize=8 if align == "center" else 7.5,
         color=INK,
         va=align,
     )
@@ -309,47 +254,35 @@ def _pile(axes: Any, edges: list[float], layers: list[tuple[str, list[float]]]) 
 def _time(axes: Any, end: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    factor, unit = series.time_unit(end)
+    factor, unit = series.unit("seconds", end)
     ticks = [t * factor for t in MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]).tick_values(0, end / factor)]
     ticks = [t for t in ticks if 0 <= t <= end * 1.0001]
     axes.set_xticks(ticks, [f"{t / factor:g}" for t in ticks])
     axes.set_xlabel(f"{unit} since the step began", fontsize=9, color=INK)
 
 
-_Legend = tuple[str, list[str], dict[str, str]]
-
-
-def _legends(timelines: list[Timeline], tiers: list[Tier], tracks: list[Track]) -> list[_Legend]:
-    found: list[_Legend] = []
-    names = series.holders(timelines)
-    if tiers:
-        found.append(("held by", names, {name: colour_of(name) for name in names}))
-    done = {series.activity_of(span) for t in timelines for span in t.spans if tracks or span.track not in _STILL}
-    if tracks:
-        done.add("waiting")
-    if done:
-        found.append(("what tracks do", [name for name in series.ACTIVITIES if name in done], series.ACTIVITIES))
-    return found
-
-
 _STILL = (Track.COMPUTE, Track.UPDATE, Track.GATHER, Track.REDUCE)
 """Tracks on which nothing crosses a boundary between tiers."""
 
 
-def _per_row(width: float) -> int:
-    return max(3, int((width - _LEFT) / _ENTRY))
+def _legends(timelines: list[Timeline], tiers: list[Tier], tracks: list[Track]) -> dict[str, dict[str, str]]:
+    """Colours by what they stand for, by title."""
+    found = {"held by": {name: colour_of(name) for name in series.holders(timelines)}} if tiers else {}
+    done = {series.activity_of(span) for t in timelines for span in t.spans if tracks or span.track not in _STILL}
+    if tracks:
+        done.add("waiting")
+    if done:
+        found["what tracks do"] = {name: colour for name, colour in series.ACTIVITIES.items() if name in done}
+    return found
 
 
-def _legend(made: Board, top: float, title: str, entries: list[str], colours: dict[str, str], lines: int) -> None:
+def _legend(axes: Any, title: str, colours: dict[str, str], per_row: int) -> None:
     """Entries row by row, in a band of their own below the panels."""
-    axes = _axes(made, _LEFT, top, made.width - _LEFT - _RIGHT, 0.2 + 0.2 * lines)
-    axes.axis("off")
-    per_row = _per_row(made.width)
-    axes.set(xlim=(0, made.width - _LEFT - _RIGHT), ylim=(0.2 + 0.2 * lines, 0))
-    axes.text(0, 0.1, title, fontsize=8.5, fontweight="bold", color=INK, va="center")
     from matplotlib.patches import Rectangle
 
-    for number, name in enumerate(entries):
+    axes.axis("off")
+    axes.text(0, 0.1, title, fontsize=8.5, fontweight="bold", color=INK, va="center")
+    for number, (name, colour) in enumerate(colours.items()):
         x, y = number % per_row * _ENTRY, 0.3 + 0.2 * (number // per_row)
-        axes.add_patch(Rectangle((x, y - 0.06), 0.14, 0.12, color=colours[name], linewidth=0))
+        axes.add_patch(Rectangle((x, y - 0.06), 0.14, 0.12, color=colour, linewidth=0))
         axes.text(x + 0.2, y, name, fontsize=8.5, color=INK, va="center")

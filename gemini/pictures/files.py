@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -75,30 +76,25 @@ svg {{ display: block; width: 100%; height: auto; }}
 """
 
 
-Event = dict[str, Any]
-
-
 def perfetto(timeline: Timeline, other: Timeline | None = None) -> str:
     """The JSON text of one timeline, or of two as two processes."""
-    events: list[Event] = []
-    for number, shown in enumerate([timeline] if other is None else [timeline, other]):
-        events += _process(shown, number + 1)
+    shown = [timeline] if other is None else [timeline, other]
+    events = [event for pid, each in enumerate(shown, 1) for event in _process(each, pid)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
-def _process(timeline: Timeline, pid: int) -> list[Event]:
-    events = [
-        _name("process_name", pid, 0, name=f"{timeline.source}: {timeline.title}"),
-        _name("process_sort_index", pid, 0, sort_index=pid),
-    ]
+def _process(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
+    def called(kind: str, tid: int, name: str, index: int) -> Iterator[dict[str, Any]]:
+        yield {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}
+
+    yield from called("process", 0, f"{timeline.source}: {timeline.title}", pid)
     tid = 0
     for track in Track:
         for number, spans in enumerate(_rows([span for span in timeline.spans if span.track is track])):
             tid += 1
-            name = track.value if number == 0 else f"{track.value} ({number + 1})"
-            events.append(_name("thread_name", pid, tid, name=name))
-            events.append(_name("thread_sort_index", pid, tid, sort_index=tid))
-            events += [_event(timeline, span, pid, tid) for span in spans]
+            yield from called("thread", tid, track.value if number == 0 else f"{track.value} ({number + 1})", tid)
+            yield from ({**_event(timeline, span), "pid": pid, "tid": tid} for span in spans)
     for tier in timeline.budgets:
         names = holders([timeline], tier)
         last: dict[str, int] | None = None
@@ -106,21 +102,19 @@ def _process(timeline: Timeline, pid: int) -> list[Event]:
             held = {holder: sample.held.get(tier, {}).get(holder, 0) for holder in names}
             if names and held != last:
                 ts = round(sample.seconds * 1e9) / 1e3
-                events.append({"ph": "C", "name": f"{tier.value} bytes", "pid": pid, "tid": 0, "ts": ts, "args": held})
+                yield {"ph": "C", "name": f"{tier.value} bytes", "pid": pid, "tid": 0, "ts": ts, "args": held}
                 last = held
-    return events
 
 
 def _rows(spans: list[Span]) -> list[list[Span]]:
     """Spans that overlap stand on tracks of their own: a viewer takes what overlaps on one for calls in calls."""
     tracks: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
-        for track in tracks:
-            if _nanoseconds(track[-1])[1] <= _nanoseconds(span)[0]:
-                track.append(span)
-                break
-        else:
+        free = (track for track in tracks if _nanoseconds(track[-1])[1] <= _nanoseconds(span)[0])
+        if (track := next(free, None)) is None:
             tracks.append([span])
+        else:
+            track.append(span)
     return tracks
 
 
@@ -128,9 +122,9 @@ def _nanoseconds(span: Span) -> tuple[int, int]:
     return round(span.start * 1e9), round(span.stop * 1e9)
 
 
-def _event(timeline: Timeline, span: Span, pid: int, tid: int) -> Event:
+def _event(timeline: Timeline, span: Span) -> dict[str, Any]:
     start, stop = _nanoseconds(span)
-    args: Event = {}
+    args: dict[str, Any] = {}
     if 0 <= span.moment < len(timeline.moments):
         args["moment"] = f"{span.moment}: {timeline.moments[span.moment]}"
     if span.chunk >= 0:
@@ -139,17 +133,5 @@ def _event(timeline: Timeline, span: Span, pid: int, tid: int) -> Event:
         args["bytes"] = human_bytes(span.num_bytes)
         if stop > start:
             args["speed"] = f"{span.num_bytes / (stop - start):.3g} GB/s"
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": activity_of(span),
-        "pid": pid,
-        "tid": tid,
-        "ts": start / 1e3,
-        "dur": (stop - start) / 1e3,
-        "args": args,
-    }
-
-
-def _name(kind: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+    times = {"ts": start / 1e3, "dur": (stop - start) / 1e3}
+    return {"ph": "X", "name": span.name, "cat": activity_of(span), **times, "args": args}

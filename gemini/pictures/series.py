@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from gemini.planning.timeline import TRACKS, Sample, Span, Timeline, Track
@@ -70,21 +71,17 @@ class Stack(NamedTuple):
     samples: list[Sample]
 
 
+_BY_NAME = {"activation": "activations", "fetch": "fetch weights", "gradient": "gradients", "update": "update"}
+_BY_TRACK = {Track.UPDATE: "update", Track.GATHER: "all-gather", Track.REDUCE: "reduce-scatter"}
+
+
 def activity_of(span: Span) -> str:
     """What a span is about: one of :data:`ACTIVITIES`."""
     if span.track is Track.COMPUTE:
         word = span.name.split(" ")[0]
         return word if word in ("forward", "recompute", "backward") else "other computing"
-    for words, activity in (
-        ("activation", "activations"),
-        ("fetch", "fetch weights"),
-        ("gradient", "gradients"),
-        ("update", "update"),
-    ):
-        if words in span.name:
-            return activity
-    fallback = {Track.UPDATE: "update", Track.GATHER: "all-gather", Track.REDUCE: "reduce-scatter"}
-    return fallback.get(span.track, "other moves")
+    named = (activity for words, activity in _BY_NAME.items() if words in span.name)
+    return next(named, _BY_TRACK.get(span.track, "other moves"))
 
 
 def phases(timeline: Timeline) -> list[Stretch]:
@@ -190,52 +187,33 @@ def in_track(timeline: Timeline, track: Track, end: float) -> Busy:
     return busy(spans, end, step=timeline.step_seconds if track is Track.COMPUTE else 0.0)
 
 
-def across(timeline: Timeline, tier: Tier, end: float) -> tuple[Busy, Busy]:
+def across(timeline: Timeline, tier: Tier, end: float) -> list[Busy]:
     """When bytes come into a tier, and when they leave it."""
-    into, out = (
-        busy([span for span in timeline.spans if ends.get(span.track) is tier], end) for ends in (_INTO, _FROM)
-    )
-    return into, out
+    return [busy([s for s in timeline.spans if ends.get(s.track) is tier], end) for ends in (_INTO, _FROM)]
 
 
 def evictions(timeline: Timeline, tier: Tier) -> list[float]:
     """When gathered weights of a tier were evicted: they are copies, so nothing moves."""
-    found, before = [], 0
-    for sample in timeline.samples:
-        now = sample.held.get(tier, {}).get("windows", 0)
-        if now < before:
-            found.append(sample.seconds)
-        before = now
-    return found
+    held = [(sample.seconds, sample.held.get(tier, {}).get("windows", 0)) for sample in timeline.samples]
+    return [seconds for (_, before), (seconds, now) in pairwise(held) if now < before]
 
 
 def steps(edges: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """The corners of a step function, without those that change nothing."""
-    xs: list[float] = []
-    ys: list[float] = []
-    for number, value in enumerate(values):
-        if not ys or value != ys[-1] or number == len(values) - 1:
-            if ys:
-                xs.append(edges[number])
-                ys.append(ys[-1])
-            xs.append(edges[number])
-            ys.append(value)
-    xs.append(edges[-1])
-    ys.append(values[-1] if values else 0.0)
-    return xs, ys
+    xs, ys = [edges[0]], [values[0]]
+    for edge, before, value in zip(edges[1:], values, values[1:], strict=False):
+        if value != before:
+            xs += [edge, edge]
+            ys += [before, value]
+    return [*xs, edges[-1]], [*ys, values[-1]]
 
 
-def time_unit(end: float) -> tuple[float, str]:
-    """The unit of a time axis that ends there: its seconds, and its name."""
-    for factor, unit in ((60.0, "minutes"), (1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds")):
-        if end >= 2 * factor:
-            return factor, unit
-    return 1e-6, "microseconds"
+_UNITS = {
+    "seconds": ((60.0, "minutes"), (1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds")),
+    "bytes": ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")),
+}
 
 
-def byte_unit(most: float) -> tuple[int, str]:
-    """The unit of an axis of bytes that goes so far: its bytes, and its name."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if most >= 1.5 * 2**power:
-            return 2**power, unit
-    return 1, "B"
+def unit(of: str, most: float) -> tuple[float, str]:
+    """The unit of an axis that goes so far, how many "seconds" or "bytes" it is and its name."""
+    return next((each for each in _UNITS[of] if most >= 1.5 * each[0]), _UNITS[of][-1])

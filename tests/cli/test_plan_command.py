@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from traces import decoder_trace
 from transformers import GPT2Config
 
 import gemini
-from gemini import kernels
 from gemini.errors import human_bytes
 from gemini.jobs.plan_report import VERSION
 from gemini.planning.break_even import TOLERANCE, with_work
@@ -59,18 +57,6 @@ def test_a_screen_without_a_machine_says_all_that_needs_no_speeds(gemini_command
     assert "gemini doctor --measure --json FILE" in " ".join(result.stdout.split())
 
 
-def test_a_gpu_here_that_runs_no_kernel_of_ours_is_said(
-    gemini_command: Command, traced: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = "updates and gradients on this machine's GPU go through torch: libnvrtc.so.13 is not there"
-    assert said not in gemini_command.ok("plan", "--trace", traced, *SIZES).stdout
-    report = replace(kernels.capabilities(), cuda=None, why_not_cuda="libnvrtc.so.13 is not there")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "capabilities", lambda: report)
-    assert said in " ".join(gemini_command.ok("plan", "--trace", traced, *SIZES).stdout.split())
-    assert said not in " ".join(gemini_command.ok("plan", "--trace", traced, "--cpu", "1GiB").stdout.split())
-
-
 @pytest.mark.parametrize("schedule", ["serial", "overlapped"])
 def test_a_machine_adds_the_time_and_what_bounds_it(gemini_command: Command, traced: Path, schedule: str) -> None:
     result = gemini_command.ok("plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--schedule", schedule)
@@ -80,7 +66,7 @@ def test_a_machine_adds_the_time_and_what_bounds_it(gemini_command: Command, tra
         rf"^step time +[\d.]+ \w+ predicted \({schedule}\), [\d,.]+ tokens/s \(a million in", result.stdout, re.M
     )
     assert re.search(r"^bound by +\w.*, [\d.]+ \w+ \(\d+% of the", result.stdout, re.M)
-    assert re.search(r"^offload is free +from [\d,]+ tokens a step on in larger micro-batches", result.stdout, re.M)
+    assert re.search(r"^offload is free +from [\d.]+( \w)? tokens a step on in larger micro-batches", result.stdout, re.M)
     assert "machine rtx4090" in result.stdout
 
 
@@ -92,7 +78,7 @@ def test_more_than_the_machine_has_is_a_verdict_of_its_own(
     beyond = gemini_command(*asked, "--cpu", "200GiB", "--machine", "rtx4090", "--out", tmp_path / "plan.json")
     assert beyond.exit_code == 3 and (tmp_path / "plan.json").exists()
     said = " ".join(beyond.stdout.split())
-    assert "FITS, BUT --cpu 200GiB is more than rtx4090 has (96 GiB). If yours has that, say so: --machine" in said
+    assert "FITS, BUT --cpu 200GiB: more than rtx4090 has. If yours has it, say --machine" in said
     assert "rtx4090,cpu=200GiB" in said and "FITS:" not in said
     for how in (("--machine", "rtx4090,cpu=200GiB"), ("--cpu", "200GiB", "--machine", "rtx4090,cpu=256GiB,nvme=4TB")):
         result = gemini_command.ok(*asked, *how)

@@ -77,9 +77,9 @@ def test_a_micro_batch_is_chosen_that_fits(gemini_command: Command, tiny_config:
     gpu = ("--gpu", f"{int(needed[1]) - 1}MiB")
     refusal = gemini_command(*eight, *gpu)
     assert refusal.exit_code == 2 and any(
-        "--micro-batch auto" in change for change in json.loads(refusal.stdout)["changes"]
+        change.startswith("--batch-size 1 --accumulate 16") for change in json.loads(refusal.stdout)["changes"]
     )
-    said = gemini_command.told(*eight, *gpu, "--micro-batch", "auto")
+    said = gemini_command.told(*eight, *gpu, "--fastest")
     assert said["fits"] and said["batch"]["input_ids"] == [4, 32] and said["accumulate"] == 4
     assert said["tokens"] == 16 * 32 and said["gradients"] == "accumulate"
 

@@ -88,7 +88,7 @@ def boxes(figure: Any) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("timelines", [[toy()], [toy(), toy("measured", 1.3)], [large()]], ids=["one", "two", "large"])
 def test_no_text_lies_on_another_or_outside(timelines: list[Timeline]) -> None:
-    figure = board(timelines).figure
+    figure = board(timelines)
     seen = boxes(figure)
     assert len(seen) > 30
     for number, (text, box) in enumerate(seen):
