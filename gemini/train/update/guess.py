@@ -6,7 +6,11 @@ undone, and the step makes its own from what was there before; so it is if anybo
 gradients are kept until then.
 
 To be undone costs nothing where a plane has two slots (:mod:`gemini.memory.durable.slots`). What has none is copied
-into memory, if that has room right now (:class:`Undo`); else the chunk is not guessed.
+into memory, if that has room right now; else the chunk is not guessed. Tile by tile, on the thread that updates, what
+is about to be overwritten is copied first. Weights that modules read in place are another matter: a graph, or whoever
+has a view of them, may look at them until the step. The update writes those beside, and they come home when the step
+keeps it. Either way it is one copy, in host memory that the ledger has as long as it is needed: only what is free
+anyway, and given back to whoever finds no room.
 
     handed over -> begun -> kept: an update like others
                         \\-> dropped: no tile of it begins any more -> undone
@@ -28,6 +32,7 @@ from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
 from gemini.tiers import Tier
 from gemini.train.update.tiles import ParamUpdate
 
+HOLDER = "guesses"
 _STEPS = 8
 """Steps that tell whether guessing pays."""
 
@@ -39,16 +44,34 @@ _WAITING = 0.1
 
 
 class Guess:
-    """A guess of one chunk's update, between the thread that trains and the one that updates."""
+    """A guess of one chunk's update, between the thread that trains and the one that updates.
 
-    def __init__(self, params: Sequence[ParamUpdate], pairs: Sequence[SlotPair], undo: Undo):
-        self._asked = _asked_for(params)
-        self._pairs, self.in_memory = pairs, undo
+    Args:
+        pairs: the slots of what it writes to a durable store.
+        planes: what else it writes, by kind.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        params: Sequence[ParamUpdate],
+        pairs: Sequence[SlotPair],
+        planes: dict[PlaneKind, Plane],
+        ledger: Ledger,
+    ):
+        self._asked, self._pairs, self._planes, self._ledger = _asked_for(params), pairs, planes, ledger
+        self._in_sight = chunk.resident
+        self.num_bytes = sum(plane.num_bytes for plane in planes.values())
+        """Of host memory that it holds."""
         self._lock = threading.Lock()
         self.is_kept = False
         """Whether it has become an update like others."""
         self.is_dropped = False
         """Whether it is not wanted any more."""
+        self._is_over = False
+        self._old: list[tuple[Plane, int, int, torch.Tensor]] = []  # plane, its range, and what was there
+        self._new: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Weights that are to come home, with their place there."""
 
     @staticmethod
     def of(chunk: Chunk, params: Sequence[ParamUpdate], ledger: Ledger) -> Guess | None:
@@ -56,26 +79,27 @@ class Guess:
         # Factors are no planes and have no copy.
         if any(param.handle.factors for param in params):
             return None
-        undo = Undo.of(chunk, ledger)
-        if undo is None:
+        pairs = [p.pair for kind, p in chunk.planes.items() if kind not in GRADS and isinstance(p, DurablePlane)]
+        planes = {kind: p for kind, p in chunk.updated if kind not in GRADS and not isinstance(p, DurablePlane)}
+        if any(plane.tier is Tier.GPU for plane in planes.values()):
             return None
-        planes = [plane for kind, plane in chunk.planes.items() if kind not in GRADS]
-        return Guess(params, [plane.pair for plane in planes if isinstance(plane, DurablePlane)], undo)
+        guess = Guess(chunk, params, pairs, planes, ledger)
+        # Out of what is free: asking would take it from other guesses.
+        if guess.num_bytes and not ledger.reserve_if_room(Tier.CPU, guess.num_bytes, HOLDER, NOBODY):
+            return None
+        return guess
 
     @staticmethod
     def certain(chunk: Chunk, ledger: Ledger) -> Guess:
         """The guess of an update that the step has asked for: kept from the beginning, with nothing to undo."""
-        guess = Guess([], [], Undo(chunk, {}, ledger))
+        guess = Guess(chunk, [], [], {}, ledger)
         guess.is_kept = True
         return guess
 
-    @property
-    def holds_memory(self) -> bool:
-        """Whether its end gives back host memory."""
-        return self.in_memory.num_bytes > 0
+    # ---- on the thread that updates -----------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """On the thread that updates, when nothing of the chunk has changed: whether the update is to be made.
+        """Whether the update is to be made, asked when nothing of the chunk has changed.
 
         Not if its slots are taken: by what was committed, and by what has been trained since.
         """
@@ -87,18 +111,63 @@ class Guess:
                     pair.begin_tentative()
             return not self.is_dropped
 
+    def place(self, kind: PlaneKind, view: torch.Tensor) -> torch.Tensor:
+        """The tensor in which a tile updates what stands in memory at ``view``: itself, or a copy beside it."""
+        # Read without the lock. One that is kept just now is copied for nothing, and brought home as the others.
+        return view.clone() if kind == WEIGHTS and self._in_sight and not self.is_kept else view
+
+    def save(self, kind: PlaneKind, start: int, stop: int, old: torch.Tensor) -> None:
+        """A tile is about to overwrite ``[start, stop)`` of a plane."""
+        plane = self._planes.get(kind)
+        if plane is None or (kind == WEIGHTS and self._in_sight):
+            return
+        with self._lock:
+            # Kept meanwhile: nobody will undo it, and its memory was given back.
+            if not self.is_kept:
+                # The spill file writes from aligned memory alone.
+                copy = (
+                    host_bytes(old.nbytes).view(old.dtype).copy_(old) if isinstance(plane, FilePlane) else old.clone()
+                )
+                self._old.append((plane, start, stop, copy))
+
+    def bring_home(self, home: torch.Tensor, new: torch.Tensor) -> None:
+        """A tile has written weights to their place beside ``home``."""
+        with self._lock:
+            # Under the lock: between this look and the copy `keep` would find the tile neither home nor waiting.
+            if self.is_kept:
+                home.copy_(new)
+            else:
+                self._new.append((home, new))
+
+    def end(self) -> None:
+        """Note that nothing of the update is under way any more."""
+        with self._lock:
+            self._is_over = True
+            # The last tile of weights is home: what `keep` has left is free.
+            if self.is_kept:
+                self._release()
+
+    # ---- on the thread that trains ------------------------------------------------------------------------------
+
     def keep(self, params: Sequence[ParamUpdate]) -> bool:
         """The step asks for an update of these params. False if this is another one, or was not made: it is dropped.
-        Called by the training thread.
+        Else it counts: what it has written so far is there to be read.
         """
         with self._lock:
             self.is_dropped = self.is_dropped or _asked_for(params) != self._asked
             self.is_kept = not self.is_dropped
-            for pair in self._pairs if self.is_kept else ():
+            if not self.is_kept:
+                return False
+            for pair in self._pairs:
                 pair.keep()
-            if self.is_kept:
-                self.in_memory.keep()
-            return self.is_kept
+            for home, new in self._new:
+                home.copy_(new)
+            self._new.clear()
+            self._old.clear()
+            beside = self._planes.get(WEIGHTS) if self._in_sight and not self._is_over else None
+            # Only what no tile uses: one that runs now has a copy beside its weights until it has ended.
+            self._release(0 if beside is None else beside.num_bytes)  # a tile of weights may be on its way home
+            return True
 
     def drop(self) -> bool:
         """Note that it is not wanted, or has failed. False if it was kept before: then it stays. From either thread."""
@@ -107,15 +176,37 @@ class Guess:
             return self.is_dropped
 
     def undo(self) -> None:
-        """Make the chunk what it was. It was dropped, and nothing of it is under way any more. Called by the training
-        thread.
+        """Make the chunk what it was. It was dropped, and nothing of it is under way any more. One undoing that was cut
+        short is taken up again.
 
         Raises:
-            StorageError: if what was in the spill file cannot be written there again.
+            StorageError: if the spill file cannot take back what it had; then the chunk is torn.
         """
         for pair in self._pairs:
             pair.undo()
-        self.in_memory.undo()
+        # Weights beside were never seen: they only go.
+        self._new.clear()
+        try:
+            while self._old:
+                plane, start, stop, old = self._old[-1]
+                plane.store(start, stop, old)
+                # After its write: an interrupt before it writes the same bytes once more.
+                self._old.pop()
+        except Exception:
+            self._old.clear()
+            self._release()
+            raise
+        self._release()
+
+    def _release(self, rest: int = 0) -> None:
+        num_bytes, self.num_bytes = self.num_bytes - rest, rest
+        if num_bytes:
+            self._ledger.release(Tier.CPU, num_bytes, HOLDER)
+
+
+def _asked_for(params: Sequence[ParamUpdate]) -> dict[int, object]:
+    """The scalars that are asked for, by param, whatever their order."""
+    return {id(param.handle): param.scalars for param in params}
 
 
 class GuessRecord:
@@ -159,130 +250,3 @@ class GuessRecord:
             self._num_left_out, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         elif was_kept:
             self._pause = 1
-
-
-def _asked_for(params: Sequence[ParamUpdate]) -> dict[int, object]:
-    """The scalars that are asked for, by param, whatever their order."""
-    return {id(param.handle): param.scalars for param in params}
-
-
-# ---- to be undone ----------------------------------------------------------------------------------------------------
-
-# What a guessed update overwrites outside of a durable store, so that it can be undone.
-#
-# Tile by tile, on the thread that updates: what a tile is about to overwrite is copied first. Weights that modules read
-# in place are another matter: a graph, or whoever has a view of them, may look at them until the step. The update
-# writes those beside, and they come home when the step keeps it. Either way it is one copy, in host memory that the
-# ledger has as long as it is needed: only what is free anyway, and given back to whoever finds no room.
-
-HOLDER = "guesses"
-
-
-class Undo:
-    """The means to undo one chunk's update. ``planes``: what it writes, by kind, that has no slots."""
-
-    def __init__(self, chunk: Chunk, planes: dict[PlaneKind, Plane], ledger: Ledger):
-        self.num_bytes = sum(plane.num_bytes for plane in planes.values())
-        """That it holds, until it is over."""
-        self._planes, self._ledger, self._in_sight = planes, ledger, chunk.resident
-        self._lock = threading.Lock()
-        self._is_kept = self._is_over = False
-        self._old: list[tuple[Plane, int, int, torch.Tensor]] = []  # plane, its range, and what was there
-        self._new: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Weights that are to come home, with their place there."""
-
-    @staticmethod
-    def of(chunk: Chunk, ledger: Ledger) -> Undo | None:
-        """The means to undo an update of a chunk, with their memory reserved; None where a plane is the device's, or
-        memory has no room right now.
-        """
-        planes = {
-            kind: plane for kind, plane in chunk.updated if kind not in GRADS and not isinstance(plane, DurablePlane)
-        }
-        undo = Undo(chunk, planes, ledger)
-        if any(plane.tier is Tier.GPU for plane in planes.values()) or not undo._has_room():
-            return None
-        return undo
-
-    def _has_room(self) -> bool:
-        """Whether its memory could be reserved, out of what is free: asking would take it from other guesses."""
-        return not self.num_bytes or self._ledger.reserve_if_room(Tier.CPU, self.num_bytes, HOLDER, NOBODY)
-
-    # ---- on the thread that updates -----------------------------------------------------------------------------
-
-    def place(self, kind: PlaneKind, view: torch.Tensor) -> torch.Tensor:
-        """The tensor in which a tile updates what stands in memory at ``view``: itself, or a copy beside it."""
-        # Read without the lock. One that is kept just now is copied for nothing, and brought home as the others.
-        return view.clone() if kind == WEIGHTS and self._in_sight and not self._is_kept else view
-
-    def save(self, kind: PlaneKind, start: int, stop: int, old: torch.Tensor) -> None:
-        """A tile is about to overwrite ``[start, stop)`` of a plane."""
-        plane = self._planes.get(kind)
-        if plane is None or (kind == WEIGHTS and self._in_sight):
-            return
-        with self._lock:
-            # Kept meanwhile: nobody will undo it, and its memory was given back.
-            if not self._is_kept:
-                self._old.append((plane, start, stop, _copy(old) if isinstance(plane, FilePlane) else old.clone()))
-
-    def bring_home(self, home: torch.Tensor, new: torch.Tensor) -> None:
-        """A tile has written weights to their place beside ``home``."""
-        with self._lock:
-            # Under the lock: between this look and the copy `keep` would find the tile neither home nor waiting.
-            if self._is_kept:
-                home.copy_(new)
-            else:
-                self._new.append((home, new))
-
-    def end(self) -> None:
-        """Note that nothing of the update is under way any more."""
-        with self._lock:
-            self._is_over = True
-            # The last tile of weights is home: what `keep` has left is free.
-            if self._is_kept:
-                self._release()
-
-    # ---- on the thread that trains ------------------------------------------------------------------------------
-
-    def keep(self) -> None:
-        """The update counts: what it has written so far is there to be read."""
-        with self._lock:
-            self._is_kept = True
-            for home, new in self._new:
-                home.copy_(new)
-            self._new.clear()
-            self._old.clear()
-            beside = self._planes.get(WEIGHTS) if self._in_sight and not self._is_over else None
-            # Only what no tile uses: one that runs now has a copy beside its weights until it has ended.
-            self._release(0 if beside is None else beside.num_bytes)  # a tile of weights may be on its way home
-
-    def undo(self) -> None:
-        """Put back what was there: the update does not count, and is over. One undoing that was cut short is taken up
-        again.
-
-        Raises:
-            StorageError: if the spill file fails; then the chunk is torn.
-        """
-        # Weights beside were never seen: they only go.
-        self._new.clear()
-        try:
-            while self._old:
-                plane, start, stop, old = self._old[-1]
-                plane.store(start, stop, old)
-                # After its write: an interrupt before it writes the same bytes once more.
-                self._old.pop()
-        except Exception:
-            self._old.clear()
-            self._release()
-            raise
-        self._release()
-
-    def _release(self, rest: int = 0) -> None:
-        num_bytes, self.num_bytes = self.num_bytes - rest, rest
-        if num_bytes:
-            self._ledger.release(Tier.CPU, num_bytes, HOLDER)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory that the spill file can write from."""
-    return host_bytes(tensor.nbytes).view(tensor.dtype).copy_(tensor)

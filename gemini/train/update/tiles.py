@@ -36,7 +36,7 @@ from gemini.tiers import Tier
 from gemini.train.params.handle import ParamHandle
 
 if TYPE_CHECKING:
-    from gemini.train.update.guess import Undo
+    from gemini.train.update.guess import Guess
 
 _IN_PLACE_TILE = 2**22
 """Elements of a tile where nothing is staged: milliseconds, so that what became more urgent does not wait for long."""
@@ -100,20 +100,19 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
     """
     path: Path | None = chunk.prepared.get(Path)
     if path is None:
-        path = chunk.prepared[Path] = _find_path(mover, chunk)
+        tiers, on_gpu = {plane.tier for plane in chunk.planes.values()}, mover.device.tier is Tier.GPU
+        # A transient gradient of a GPU is not within reach of the host: it passes through staging.
+        from_device = on_gpu and GRAD not in chunk.planes
+        if chunk.streamed and not any(tier.in_files for tier in tiers):
+            path = Path.STREAMED
+        elif on_gpu and tiers == {Tier.GPU}:
+            path = Path.ON_DEVICE
+        elif not from_device and all(plane.host_view(0, 0) is not None for plane in chunk.planes.values()):
+            path = Path.IN_PLACE
+        else:
+            path = Path.STAGED
+        chunk.prepared[Path] = path
     return path
-
-
-def _find_path(mover: Mover, chunk: Chunk) -> Path:
-    tiers, on_gpu = {plane.tier for plane in chunk.planes.values()}, mover.device.tier is Tier.GPU
-    if chunk.streamed and not any(tier.in_files for tier in tiers):
-        return Path.STREAMED
-    if on_gpu and tiers == {Tier.GPU}:
-        return Path.ON_DEVICE
-    # A transient gradient of a GPU is not within reach of the host: it passes through staging.
-    from_device = on_gpu and GRAD not in chunk.planes
-    in_place = all(plane.host_view(0, 0) is not None for plane in chunk.planes.values())
-    return Path.IN_PLACE if in_place and not from_device else Path.STAGED
 
 
 class UpdateSpan(NamedTuple):
@@ -126,25 +125,40 @@ class UpdateSpan(NamedTuple):
     number: int
 
 
+class Part(NamedTuple):
+    """Elements ``[first, last)`` of a chunk, which make one tile, with the spans in it."""
+
+    spans: list[UpdateSpan]
+    first: int
+    last: int
+
+
 class Tile:
-    """A part of a chunk's update. ``staging`` is its own until :meth:`finish`; None for the calling thread's. Begun,
-    run and finished by one thread.
+    """A part of a chunk's update. Begun, run and finished by one thread.
+
+    Args:
+        stop: on the device: nothing is updated there if it is not 0 by then.
+        factor: on the device: what gradients are multiplied by there, in place of the scalars' own.
+        guess: of which this is a part, and which may have to be undone.
     """
 
-    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[UpdateSpan], first: int, last: int):
+    def __init__(
+        self,
+        mover: Mover,
+        update: ChunkUpdate,
+        part: Part,
+        *,
+        stop: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
+        guess: Guess | None = None,
+    ):
         self.chunk, self.path, self.params = update.chunk, update.path, update.params
         self.staging: StagingSet | None = None
-        self.stop: torch.Tensor | None = None
-        """On the device: nothing is updated there if it is not 0 by then."""
-        self.factor: torch.Tensor | None = None
-        """On the device: what gradients are multiplied by there, in place of the scalars' own."""
-        self.undo: Undo | None = None
-        """Of a guess, which this may have to be undone for."""
+        """Its own until :meth:`finish`; None for the calling thread's."""
+        self._stop, self._factor, self._guess = stop, factor, guess
         self._mover, self._rule, self._landed = mover, update.rule, update.landed
         self._window = update.window
-        self._is_whole = update.rule.spec.whole
-        self._spans = spans
-        self._first, self._last = first, last
+        self._spans, self._first, self._last = part
         self._views: dict[str, torch.Tensor] = {}  # by kind: where the update works
         self._staged: list[PlaneKind] = []  # kinds that were brought, and are taken back
         self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights, and a copy that a guess updates
@@ -162,7 +176,7 @@ class Tile:
             if view is None:
                 elsewhere[kind] = plane
                 continue
-            if self.undo is not None and (place := self.undo.place(kind, view)) is not view:
+            if self._guess is not None and (place := self._guess.place(kind, view)) is not view:
                 self._beside.append((view, place))
                 view = place
             self._views[kind] = view
@@ -200,9 +214,9 @@ class Tile:
         # What is brought must be there, and the slot must not be written by a copy any more.
         self._wait()
         # Before the kernel overwrites it.
-        if self.undo is not None:
+        if self._guess is not None:
             for kind, view in self._views.items():
-                self.undo.save(kind, self._first, self._last, view)
+                self._guess.save(kind, self._first, self._last, view)
         self._update()
         # The update reads gradients and changes none.
         parts = [(self.chunk.planes[kind], self._views[kind]) for kind in self._staged if kind != GRAD]
@@ -237,10 +251,10 @@ class Tile:
             for start, stop, n in several
         ]
         with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._label):
-            if self._is_whole:
+            if self._rule.spec.whole:
                 self._update_whole(arrays, segments, params[several[0].number].handle.factors)
             else:
-                self._rule.run(arrays, segments, self.stop, self.factor)
+                self._rule.run(arrays, segments, self._stop, self._factor)
 
     def _update_whole(
         self, arrays: rules.Arrays, segments: list[rules.Segment], factors: dict[str, torch.Tensor]
@@ -252,7 +266,7 @@ class Tile:
         states.update({name: value.to(device) for name, value in factors.items()})
         # Budgets have room for the temporaries of one param: the worker and the training thread take turns.
         with self._mover.one_at_a_time:
-            self._rule.run(arrays._replace(states=states), segments, self.stop)
+            self._rule.run(arrays._replace(states=states), segments, self._stop)
         for name, value in factors.items():
             # What was copied there is copied back; on the same device the rule has changed it in place.
             if value.device != device:
@@ -267,10 +281,10 @@ class Tile:
     def finish(self) -> None:
         """Wait until everything is home."""
         self._wait()
-        if self.undo is not None:
-            # Behind the wait: the other planes of the tile are home, and a guess that is kept finds all of it.
-            for home, new in self._beside:
-                self.undo.bring_home(home, new)
+        # Behind the wait: the other planes of the tile are home, and a guess that is kept finds all of it.
+        for home, new in self._beside:
+            assert self._guess is not None
+            self._guess.bring_home(home, new)
 
     def is_finished(self) -> bool:
         """Whether :meth:`finish` would return at once. Never blocks."""
@@ -313,8 +327,8 @@ class Tile:
 class TileInPlace(Tile):
     """A part of an update of which nothing is brought: its arrays are the same in every step."""
 
-    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[UpdateSpan], first: int, last: int):
-        super().__init__(mover, update, spans, first, last)
+    def __init__(self, mover: Mover, update: ChunkUpdate, part: Part):
+        super().__init__(mover, update, part)
         # Views are looked up here, once; `begin` of a step has nothing to do.
         super().begin()
         self._calls = [(several, self._arrays(several)) for several in self._together()]
@@ -339,7 +353,7 @@ class TilesInPlace:
         self.rule = update.rule
         self._handles = [param.handle for param in update.params]
         self._alike = _alike(update.params)
-        self._tiles = [TileInPlace(mover, update, *own) for own in cut(update, _IN_PLACE_TILE)]
+        self._tiles = [TileInPlace(mover, update, part) for part in cut(update, _IN_PLACE_TILE)]
 
     @staticmethod
     def of(mover: Mover, update: ChunkUpdate) -> TilesInPlace | None:
@@ -401,38 +415,22 @@ def tiles_of(
     tile: int,
     stop: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
-    undo: Undo | None = None,
+    guess: Guess | None = None,
 ) -> Iterable[Tile]:
     """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
 
-    A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` and ``factor``
-    are what the device alone knows of them: see :class:`Tile`. ``undo``: of a guess.
+    A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop``, ``factor``
+    and ``guess``: see :class:`Tile`.
     """
     # What was cut before has neither flag nor copies: those make tiles of their own.
-    if update.in_place is not None and stop is None and undo is None:
+    if update.in_place is not None and stop is None and guess is None:
         return update.in_place.of_step(update.params)
     size = {Path.STAGED: tile, Path.ON_DEVICE: update.chunk.spec.numel}.get(update.path, _IN_PLACE_TILE)
-    return _cut_tiles(mover, update, size, stop, factor, undo)
+    return (Tile(mover, update, part, stop=stop, factor=factor, guess=guess) for part in cut(update, size))
 
 
-def _cut_tiles(
-    mover: Mover,
-    update: ChunkUpdate,
-    size: int,
-    stop: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    undo: Undo | None,
-) -> Iterator[Tile]:
-    for spans, first, last in cut(update, size):
-        made = Tile(mover, update, spans, first, last)
-        made.stop, made.factor, made.undo = stop, factor, undo
-        yield made
-
-
-def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[list[UpdateSpan], int, int]]:
-    """Ranges of at most ``tile`` elements over all params, in order, each with the spans in it; one for each param
-    where the rule needs it whole.
-    """
+def cut(update: ChunkUpdate, tile: int) -> Iterator[Part]:
+    """Parts of at most ``tile`` elements over all params, in order; one for each param where the rule needs it whole."""
     numbers, align = [n for n, s in enumerate(update.params) if s.handle.part.numel], update.chunk.spec.align
     if not numbers:
         return
@@ -440,13 +438,13 @@ def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[list[UpdateSpan], int,
     parts = [(n, update.params[n].handle.part) for n in numbers]
     if update.rule.spec.whole:
         for number, part in parts:
-            yield [UpdateSpan(part.start, part.stop, number)], part.start, page_up(part.stop, align)
+            yield Part([UpdateSpan(part.start, part.stop, number)], part.start, page_up(part.stop, align))
         return
     for first, last in tiles(parts[0][1].start, page_up(max(part.stop for _, part in parts), align), tile):
         # None where a whole tile lies between params that are updated: nothing of it is read.
         active = [n for n, part in parts if part.start < last and part.stop > first]
         if active:
-            yield list(_spans(update, active, first, last)), first, last
+            yield Part(list(_spans(update, active, first, last)), first, last)
 
 
 def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> Iterator[UpdateSpan]:
@@ -499,10 +497,8 @@ class StreamedTile(Tile):
             device are there then, and nothing reads the weights any more.
     """
 
-    def __init__(
-        self, mover: Mover, update: ChunkUpdate, spans: list[UpdateSpan], first: int, last: int, *, ready: Event
-    ):
-        super().__init__(mover, update, spans, first, last)
+    def __init__(self, mover: Mover, update: ChunkUpdate, part: Part, *, ready: Event):
+        super().__init__(mover, update, part)
         self._ready = ready
 
     def begin(self) -> None:
@@ -540,8 +536,7 @@ class StreamedTile(Tile):
 
 def streamed_tiles(mover: Mover, update: ChunkUpdate, tile: int, ready: Event) -> Iterator[StreamedTile]:
     """The tiles of a streamed update, in order."""
-    for spans, first, last in cut(update, tile):
-        yield StreamedTile(mover, update, spans, first, last, ready=ready)
+    return (StreamedTile(mover, update, part, ready=ready) for part in cut(update, tile))
 
 
 def streamed_in_turn(mover: Mover, work: ChunkUpdate) -> Iterator[StreamedTile]:

@@ -401,7 +401,7 @@ class Updates:
         """Undo a guess that holds host memory; False if there is none. What is thought to pay must not stand in the way
         of what is needed.
         """
-        return self._await_first(lambda job: job.is_undecided and job.guess.holds_memory)
+        return self._await_first(lambda job: job.is_undecided and job.guess.num_bytes > 0)
 
     def _await_first(self, which: Callable[[UpdateJob], bool]) -> bool:
         """Wait for the first update of which ``which`` is true; False if there is none."""

@@ -101,7 +101,7 @@ class UpdateJob(Transfer, PendingUpdate):
         # Gradients that autograd left, and views of planes, must not live as long as somebody keeps the job.
         self.update = self.update._replace(params=[], in_place=None)
         # Before anybody who waits wakes up: they look at the room that this gives back.
-        self.guess.in_memory.end()
+        self.guess.end()
         super().finish(error)
 
 
@@ -268,8 +268,8 @@ class UpdateWorker(JobThread):
         if job.update.path is Path.STREAMED:
             parts = streamed_tiles(self._mover, job.update, self._device_tile, job.ready)
         else:
-            undo = job.guess.in_memory if job.is_undecided else None
-            parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1), undo=undo)
+            guess = job.guess if job.is_undecided else None
+            parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1), guess=guess)
         for tile in parts:
             # Between two tiles, so that none is left half updated.
             if job.guess.is_dropped:
