@@ -54,8 +54,7 @@ from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.together import OtherSlices, refuse_unsuited
 from gemini.train.step import StepState, alone
-from gemini.train.update.in_backward import InBackward
-from gemini.train.update.sinks import GradientSink, UsedAtOnce
+from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
 
 
@@ -228,8 +227,9 @@ def _make_parts(
     gradients = GradientStore(params.handles, store, norms, working_set=working_set)
     activations = make_activation_store(store, calls, built.decision.offload_activations)
     scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
-    in_backward = InBackward(params, state, updates, gradients, scaling, transient=config.gradients == "transient")
-    company, sink = _company_of(ranks, config, built, state, rule, in_backward)
+    transient = config.gradients == "transient"
+    own = GradientSink(params, store, state, updates, gradients, scaling, transient=transient)
+    company, sink = _company_of(ranks, config, built, rule, own)
     return Parts(
         params=params,
         store=store,
@@ -244,7 +244,6 @@ def _make_parts(
         gradients=gradients,
         activations=activations,
         scaling=scaling,
-        in_backward=in_backward,
         company=company,
         sink=sink,
         by_names=ByName(params.handles, store, state, observers=writes, company=company, slices=others),
@@ -256,16 +255,16 @@ def _company_of(
     ranks: Ranks,
     config: GeminiConfig,
     built: Built,
-    state: StepState,
     rule: UpdateRule,
-    in_backward: InBackward,
+    sink: GradientSink,
 ) -> tuple[Company, GradientSink]:
     """Make the company of this rank, and what becomes of gradients: where other ranks have the same params, weights and
     gradients are divided among them; else they are whole at home.
+
+    Args:
+        sink: takes this rank's part of what was added up, or all.
     """
     store, problem = built.store, built.decision.problem
-    # Takes this rank's part of what was added up, or all.
-    sink = (UsedAtOnce if in_backward.transient else GradientSink)(store, state, in_backward)
     if not ranks.shares_params:
         return Company(ranks, store.mover), sink
     follows = store.transfers.beside and ranks.context.size == 1  # whose attention asks in between

@@ -48,7 +48,7 @@ class BackwardPass:
         self._chunks, self._manager, self._moves = store.chunks, store.manager, store.moves
         self._lock, self._calls, self._exposure = parts.lock, parts.calls, parts.exposure
         self._activations, self._updates = parts.activations, parts.updates
-        self._in_backward, self._by_names = parts.in_backward, parts.by_names
+        self._by_names = parts.by_names
         self.probe: Any = None
         """What looks at gradients before they are kept (:class:`gemini.train.gradients.hutchinson.HessianProbe`)."""
         self._task = _NONE
@@ -321,7 +321,7 @@ class BackwardPass:
         Raises:
             GeminiError: for zeros where gradients are kept nowhere; nothing was changed.
         """
-        if leftover is Leftover.ZEROS and self._in_backward.transient:
+        if leftover is Leftover.ZEROS and self.sink.transient:
             raise GeminiError(
                 'zero_grad(set_to_none=False) with gradients="transient": gradients are kept nowhere, so there is '
                 "nothing to set to zero, and torch would update params of a zero gradient. Call zero_grad(), or use "

@@ -19,7 +19,6 @@ from gemini.train.params.handle import ParamSet
 from gemini.train.sharding.company import Company
 from gemini.train.slices.together import OtherSlices
 from gemini.train.step import StepState
-from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
 
@@ -42,7 +41,6 @@ class Parts:
     gradients: GradientStore
     activations: ActivationStore
     scaling: Scaling
-    in_backward: InBackward
     company: Company
     sink: GradientSink
     by_names: ByName

@@ -117,11 +117,12 @@ class Reduction(GradientSink):
         sums_each_backward: whether replicas add up at the end of every backward, and not once per step.
     """
 
-    only_keeps, divides = False, True
+    divides = True
 
     def __init__(self, shards: Shards, into: GradientSink, *, dtype: torch.dtype, room: int, sums_each_backward: bool):
         store = into.store
-        super().__init__(store, into.state, into.in_backward)
+        of = into.params, store, into.state, into.updates, into.gradients, into.scaling
+        super().__init__(*of, transient=into.transient)
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
         self._shards = shards
@@ -133,7 +134,7 @@ class Reduction(GradientSink):
         self._manager = store.manager
         self.has_replicas = self._ranks.num_replicas > 1
         self.replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
-        self._sync = StepSync(shards, self.replicas, into.state, into.in_backward.scaling)
+        self._sync = StepSync(shards, self.replicas, into.state, into.scaling)
 
         # Whole gradients: those that are open, by chunk, the dtype and the share of the mean that each rank gives, and
         # the bytes that all of them may take.
@@ -240,7 +241,7 @@ class Reduction(GradientSink):
         """The chunks that the next backward reduces behind it, as the last one has them; None if it cannot."""
         if not self.reduces:
             return {}
-        if self.in_backward.transient or (self._staging is None and self._needs_staging):
+        if self.transient or (self._staging is None and self._needs_staging):
             return None
         return self._completions.usual(
             index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
@@ -295,7 +296,7 @@ class Reduction(GradientSink):
                 self._close(index)
             job.wait()
             if is_reduced:
-                self.in_backward.use_landed(self.store.chunks[index])
+                self.use_landed(self.store.chunks[index])
 
     def missing(self) -> int:
         """Bytes of the computing tier that fetches ahead leave to whole gradients."""
@@ -305,7 +306,7 @@ class Reduction(GradientSink):
 
     def _planned(self) -> int:
         """The checksum of all that updates inside this backward depend on; 0 if there are none."""
-        if not self.in_backward.transient:
+        if not self.transient:
             return 0
         # Once per backward, before its first update: all ranks must mean the same moment.
         backward = self.state.backward_number
@@ -332,7 +333,7 @@ class Reduction(GradientSink):
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
             self.gradients.homes.promote([chunk])
-        transient = self.in_backward.transient
+        transient = self.transient
         if whole is None and (transient or self._channel.needs_all):
             whole = self._open(chunk)
         if whole is not None:
@@ -352,7 +353,7 @@ class Reduction(GradientSink):
         if whole is not None:
             self._close(index)
         if arrived.all():
-            self.in_backward.use_landed(chunk)
+            self.use_landed(chunk)
 
     def _who_has_what(
         self, index: int, requests: list[Request], whole: _WholeGradient | None, handles: list[ParamHandle]
@@ -412,7 +413,7 @@ class Reduction(GradientSink):
                 section[start:stop].copy_(total)
         self.replicas.sum_now(chunk, section, handles, self._planned())
         for handle in handles:
-            self.in_backward.use(handle, section[handle.part.start : handle.part.stop])
+            self.use(handle, section[handle.part.start : handle.part.stop])
         self.updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
 
     def _dtype_of(self, chunk: Chunk) -> torch.dtype:

@@ -1,8 +1,9 @@
 """What becomes of the gradients of a model, chosen once when it is wrapped.
 
-GradientSink  kept in grad planes until the step, or until their chunk is complete (``step_in_backward``)
-UsedAtOnce    used from where autograd left them, and kept nowhere (``gradients="transient"``)
-Reduction     divided among ranks first (:mod:`gemini.train.sharding.reduction`)
+They are kept in grad planes until the step, or, with ``step_in_backward``, until all of their chunk are there: then
+they are used inside backward, in the one that is the last of its step (outside ``no_sync()``). With
+``gradients="transient"`` they are used from where autograd left them, and kept nowhere. Ranks that share params divide
+them first (:mod:`gemini.train.sharding.reduction`).
 """
 
 from __future__ import annotations
@@ -11,31 +12,54 @@ from collections.abc import Sequence
 
 import torch
 
+from gemini import kernels
+from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
-from gemini.train.params.handle import ParamHandle, Stepper, stepping_in_backward
+from gemini.train.gradients.scaling import Scaling
+from gemini.train.gradients.store import GradientStore
+from gemini.train.params.handle import (
+    Leftover,
+    ParamHandle,
+    ParamSet,
+    Stepper,
+    is_in_stages,
+    optimizer_of,
+    stepping_in_backward,
+)
 from gemini.train.step import StepState
-from gemini.train.update.in_backward import InBackward
+from gemini.train.update.tiles import ParamUpdate
+from gemini.train.update.updates import Updates
 
 
 class GradientSink:
-    """The sink that keeps them. For one process, or for ranks none of which has the same params. Called inside a
-    backward, on the thread that runs it, and by the training thread at the step.
+    """Where the gradients of one model go. For one process, or for ranks none of which has the same params. Called
+    inside a backward, on the thread that runs it, and by the training thread at the step.
+
+    Args:
+        transient: whether gradients are kept nowhere.
     """
 
-    only_keeps = True
-    """Whether a gradient that arrives is kept, and nothing else is done where no optimizer steps inside backward."""
     divides = False
     """Whether ranks divide them."""
     has_replicas = False
     """Whether other ranks have the same shard."""
 
-    def __init__(self, store: ChunkStore, state: StepState, in_backward: InBackward):
-        self.store = store
-        self.state = state
-        self.in_backward = in_backward
-        self.gradients = in_backward.gradients
-        self.updates = in_backward.updates
+    def __init__(
+        self,
+        params: ParamSet,
+        store: ChunkStore,
+        state: StepState,
+        updates: Updates,
+        gradients: GradientStore,
+        scaling: Scaling,
+        *,
+        transient: bool,
+    ):
+        self.params, self.store, self.state, self.updates = params, store, state, updates
+        self.gradients, self.scaling, self.transient = gradients, scaling, transient
+        self.only_keeps = not (self.divides or transient)
+        """Whether a gradient that arrives is kept, and that is all where no optimizer steps inside backward."""
 
     @property
     def has_gradients(self) -> bool:
@@ -49,13 +73,28 @@ class GradientSink:
             GeminiError: if these are kept nowhere.
             BudgetExceeded: if there is no room to accumulate.
         """
-        self.in_backward.refuse_adding()
+        if self.transient:
+            raise GeminiError(
+                'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
+                'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
+            )
         self.gradients.homes.promote(self.store.chunks)
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Take the gradient of a param, which has arrived."""
-        if stepping_in_backward:
-            self.in_backward.refuse_used(handle)
+        """Take the gradient of a param, which has arrived.
+
+        Raises:
+            GeminiError: if another part of it was used in this backward already: it would be another step.
+        """
+        if self.transient:
+            self.use(handle, grad)
+            return
+        if stepping_in_backward and handle.in_backward == self.state.backward_number:
+            raise GeminiError(
+                f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), and "
+                "HybridAdam(step_in_backward=True) has used the first one: leave step_in_backward out, or checkpoint "
+                "with use_reentrant=False"
+            )
         # Before it lands: a bf16 plane without an error plane cannot be added to.
         if handle.norm_sums is not None:
             self.gradients.homes.promote([handle.chunk])
@@ -66,7 +105,7 @@ class GradientSink:
         if stepping_in_backward:
             # What was collected of it first: an update from the plane comes on top of that.
             self.updates.complete(chunk)
-            self.in_backward.use_landed(chunk)
+            self.use_landed(chunk)
 
     def end_backward(self) -> None:
         """End a backward: no more gradients will come of it. Those that still land go on beside what comes next."""
@@ -76,7 +115,7 @@ class GradientSink:
         if self.state.takes_gradients:
             # Chunks of which some param had no gradient were never complete. In backward order, as the others were.
             for chunk in reversed(self.store.chunks):
-                self.in_backward.use_landed(chunk)
+                self.use_landed(chunk)
 
     def settle(self) -> None:
         """Make gradients and their norms those of all ranks, all of which must come here."""
@@ -92,11 +131,84 @@ class GradientSink:
     def discard(self, handles: Sequence[ParamHandle]) -> None:
         """``zero_grad``: forget what is not in planes yet."""
 
+    # ---- inside backward ----------------------------------------------------------------------------------------
 
-class UsedAtOnce(GradientSink):
-    """Each is collected for the update of its chunk, which is made when all of them are there."""
+    def use(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk, or measure it.
 
-    only_keeps = False
+        Raises:
+            GeminiError: if no optimizer owns the param, or it got a gradient in this backward already.
+        """
+        # By the number of the backward: nothing need be reset when the next one begins.
+        if handle.in_backward == self.state.backward_number:
+            raise GeminiError(
+                f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), the first of "
+                'which may be used already: gradients="transient" cannot be used with this model; use '
+                'gradients="retain"'
+            )
+        if self.state.measuring:
+            handle.norm_sums = kernels.sum_squares(grad.detach().contiguous().view(-1))
+            handle.in_backward = self.state.backward_number
+            return
+        optimizer = optimizer_of(handle.param)
+        if optimizer is None:
+            raise GeminiError(
+                f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
+                "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
+            )
+        scalars = optimizer.scalars_in_backward(handle, self.state.backward_number, self.state.clip_in_backward)
+        self.updates.collect(ParamUpdate(handle, scalars, grad.detach().contiguous().view(-1)))
+        # Last: after an error above, the gradient was not used.
+        handle.in_backward = self.state.backward_number
 
-    def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        self.in_backward.use(handle, grad)
+    def use_landed(self, chunk: Chunk) -> None:
+        """Update the params of a chunk whose gradients are in the grad plane, and whose optimizer steps in backward.
+
+        Raises:
+            NonFiniteGradient: for inf or NaN; nothing of the chunk was touched. Where the sums of its gradients are
+                not on the host yet, whoever updates looks, and the step tells of it.
+        """
+        if not stepping_in_backward or self.transient or self.state.accumulating:
+            return
+        ready: list[tuple[ParamHandle, Stepper]] = []
+        for handle in self.params.by_chunk.get(chunk.spec.index, ()):
+            optimizer = optimizer_of(handle.param) if handle.has_grad else None
+            if optimizer is not None and optimizer.step_in_backward:
+                ready.append((handle, optimizer))
+        guessed = [of for of in ready if of[1].speculate]
+        if guessed:  # whatever else is updated in this chunk is no guess, and would be undone with them
+            ready = [of for of in ready if of not in guessed]
+            if not ready:
+                self._guess(chunk, guessed)
+        if not ready:
+            return
+        handles = [handle for handle, _ in ready]
+        stop = self.updates.stop_for_landed(chunk, handles)
+        # Nobody waits here for sums that are still made: the update that comes behind their landing looks at them.
+        knows = stop is not None or self.gradients.knows_sums(handles)
+        # Before any of the chunk is updated: a refusal leaves all of it as it was.
+        if stop is None and knows:
+            self.gradients.norms.check_finite(handles)
+        for handle, optimizer in ready:
+            param = self._update(handle, optimizer)
+            self.updates.collect(param if knows else param._replace(sums=handle.norm_sums))
+            # From here on the gradient is used: the step must not use it again.
+            handle.norm_sums, handle.leftover = None, Leftover.USED
+            handle.in_backward = self.state.backward_number
+        self.updates.complete(chunk, stop=stop)
+
+    def _guess(self, chunk: Chunk, ready: list[tuple[ParamHandle, Stepper]]) -> None:
+        """Begin the update that the step of these params makes if it clips nothing."""
+        known = self.updates.pending.get(chunk.spec.index)
+        if (known is not None and known.is_undecided) or not self.updates.guesses.pays:
+            return
+        if any(optimizer is not ready[0][1] for _, optimizer in ready):
+            return  # it takes the steps of both
+        if any(is_in_stages(handle.param) for handle, _ in ready):
+            return  # other stages' gradients are added yet
+        self.updates.guess(chunk, [self._update(*of) for of in ready])
+
+    def _update(self, handle: ParamHandle, optimizer: Stepper) -> ParamUpdate:
+        """The update of a param whose gradient is in its plane, nothing of which is clipped from now on."""
+        scale = self.state.clip_coefficient * self.scaling.unscale * handle.clip
+        return ParamUpdate(handle, optimizer.scalars_in_backward(handle, self.state.backward_number, scale))

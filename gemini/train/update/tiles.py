@@ -430,7 +430,7 @@ def tiles_of(
 
 
 def cut(update: ChunkUpdate, tile: int) -> Iterator[Part]:
-    """Parts of at most ``tile`` elements over all params, in order; one for each param where the rule needs it whole."""
+    """Parts of at most ``tile`` elements over all params, in order; of a rule that needs params whole one for each."""
     numbers, align = [n for n, s in enumerate(update.params) if s.handle.part.numel], update.chunk.spec.align
     if not numbers:
         return
