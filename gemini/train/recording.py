@@ -18,10 +18,9 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.watching import RecordedStep, Recorder
 from gemini.planning.timeline import Timeline
-from gemini.planning.trace import MemoryTrace, Source, TracedParam
+from gemini.planning.trace import MemoryTrace
 from gemini.train.engine import Engine
 from gemini.train.params.guard import iter_tensors
-from gemini.train.params.handle import is_in_stages
 
 LOSS = "loss"
 """The name of what is computed between the end of the model's forward and the beginning of its backward."""
@@ -44,26 +43,13 @@ class Recording:
         # Weakly: a program may keep the recording, to read its timeline, for longer than the model.
         self._reference = weakref.ref(engine)
         if trace is not None:
-            params = tuple(
-                TracedParam(
-                    tuple(handle.names),
-                    tuple(handle.param.shape),
-                    handle.chunk.spec.trainable,
-                    is_in_stages(handle.param),
-                    handle.chunk.spec.coded,
-                )
-                for handle in engine.params.handles
-            )
-            name, precision = type(model).__name__, engine.config.precision
-            ours = MemoryTrace(name, precision, {}, 0, "", Source.STRUCTURE, params, ())
-            ours.check_same_model(trace, what="the trace")
+            engine.decision.trace.check_same_model(trace, what="the trace")
         self._trace = trace
         self._recorder = Recorder(engine.store.device)
         # By `id`, as of now: the model is the caller's, and outlives the block.
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._name = type(model).__name__
-        ranks = engine.ranks.everyone.size
-        self._ranks = ranks
+        ranks = self._ranks = engine.ranks.everyone.size
         self._title = f"{self._name}, {engine.config.precision}, {engine.store.device.name}"
         self._title += f", 1 of {ranks} ranks" if ranks > 1 else ""
         self._budgets = {tier: engine.store.ledger.budget(tier) for tier in engine.store.ledger.tiers}
@@ -106,22 +92,17 @@ class Recording:
         # A step begins with the first outermost forward with gradients; evaluation in between is no step.
         outermost = not engine.forward.calls.running and not engine.state.in_backward
         if outermost and torch.is_grad_enabled() and not self._recorder.in_step and not self._is_late:
-            self._begin_step(engine)
+            self._recorder.begin_step({tier: engine.store.ledger.holders(tier) for tier in engine.store.ledger.tiers})
+            self._tokens, self._num_backwards = 0, 0
         self._recorder.computing(self._name_of(module, "recompute" if engine.state.in_backward else "forward"))
-
-    def count_batch(self, args: Any, kwargs: Any) -> None:
-        """Count the tokens of a call of the model. A recomputation is none."""
-        if self._recorder.in_step and torch.is_grad_enabled() and not self._engine().state.in_backward:
-            self._tokens += count_tokens(args, kwargs)
 
     def end_call(self) -> None:
         """Note that a hooked module is over: the one around it goes on. Called under the lock of the books."""
         engine = self._engine()
         around = engine.forward.calls.innermost if engine.forward.calls.running else None
         if around is not None and around.module is not None:
-            self._recorder.computing(
-                self._name_of(around.module, "recompute" if engine.state.in_backward else "forward")
-            )
+            phase = "recompute" if engine.state.in_backward else "forward"
+            self._recorder.computing(self._name_of(around.module, phase))
         elif engine.state.in_backward:
             self._recorder.computing(self._in_backward)
         else:
@@ -177,50 +158,40 @@ class Recording:
         Raises:
             GeminiError: if the model is being recorded already.
         """
-        if self._engine().forward.observers.recording is not None:
+        engine = self._engine()
+        observers, watch, ledger = engine.forward.observers, engine.store.mover.watch, engine.store.ledger
+        if observers.recording is not None:
             raise GeminiError("this model is being recorded already: open one recording() at a time")
-        counting = model.register_forward_pre_hook(
-            lambda module, args, kwargs: self.count_batch(args, kwargs), with_kwargs=True
-        )
-        self._open()
+
+        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._recorder.in_step and torch.is_grad_enabled() and not engine.state.in_backward:
+                self._tokens += count_tokens(args, kwargs)  # a recomputation has none
+
+        counting = model.register_forward_pre_hook(count, with_kwargs=True)
+        observers.record(self)
+        # Hooks of a settled forward would tell nothing.
+        engine.state.unsettle()
+        watch.recorder, ledger.on_change = self._recorder, self._recorder.held
+        # Last: `drain` and hooks of graphs go by it.
+        self._is_open = True
         try:
             # Only if nothing was raised: after an interrupt a wait for updates might raise again, and hide the first
             # error.
             yield self
             self.drain()
         finally:
-            self._close()
+            # First: what follows must not be told to a recorder that ends.
+            self._is_open = False
+            observers.record(None)
+            watch.recorder = ledger.on_change = None
+            self._recorder.close()
             counting.remove()
-
-    def _open(self) -> None:
-        engine = self._engine()
-        engine.forward.observers.record(self)
-        # Hooks of a settled forward would tell nothing.
-        engine.state.unsettle()
-        engine.store.mover.watch.recorder = self._recorder
-        engine.store.ledger.on_change = self._recorder.held
-        # Last: `drain` and hooks of graphs go by it.
-        self._is_open = True
 
     def drain(self) -> None:
         """Let updates that the last step left in flight end: they are part of it, unless the next one has begun."""
         engine = self._reference()
         if engine is not None and self._is_open and self._last is not None and self._last.step.next_start is None:
             engine.drain()
-
-    def _close(self) -> None:
-        # First: what follows must not be told to a recorder that ends.
-        self._is_open = False
-        engine = self._reference()
-        if engine is not None:
-            engine.forward.observers.record(None)
-            engine.store.mover.watch.recorder = None
-            engine.store.ledger.on_change = None
-        self._recorder.close()
-
-    def _begin_step(self, engine: Engine) -> None:
-        self._recorder.begin_step({tier: engine.store.ledger.holders(tier) for tier in engine.store.ledger.tiers})
-        self._tokens, self._num_backwards = 0, 0
 
     def _name_of(self, module: nn.Module, phase: str) -> str:
         return f"{phase} {self._paths.get(id(module)) or self._name}"
