@@ -69,7 +69,7 @@ class GeminiAccelerator(SavingAccelerator):
 
     _gemini_config: GeminiConfig | None
     _gemini_flag: str | None
-    _gemini_parallel: Parallel | None
+    _gemini_parallel: Parallel
     _gemini_beside: list[nn.Module] | None = None
     """What is evaluated beside the model that is trained, and managed together with it; None: it stays plain."""
 
@@ -105,13 +105,13 @@ class GeminiAccelerator(SavingAccelerator):
                 "accelerate was started with a parallelism config (ACCELERATE_USE_PARALLELISM_CONFIG), for which it "
                 "brings FSDP or DeepSpeed: leave that out and pass parallelism_config= to GeminiAccelerator"
             )
-        self._gemini_parallel = parallel_of(parallelism, self.num_processes, self.device.type)
-        if self._gemini_parallel is not None:
-            self.state.device_mesh = self._gemini_parallel.mesh  # by which accelerate's data loaders divide samples
-            if self._gemini_parallel.attention is not None:
-                config = replace(config or GeminiConfig(), context_attention=self._gemini_parallel.attention)
-            if self._sharing > 1:
-                self._let_ranks_read()
+        parallel = self._gemini_parallel = parallel_of(parallelism, self.num_processes, self.device.type)
+        if parallel.mesh is not None:
+            self.state.device_mesh = parallel.mesh  # by which accelerate's data loaders divide samples
+        if parallel.attention is not None:
+            config = replace(config or GeminiConfig(), context_attention=parallel.attention)
+        if self._sharing > 1:
+            self._let_ranks_read()
         self._gemini_config, self._gemini_flag = config, flag
         if flag == "fp16" or (config is not None and config.precision == "fp16"):
             self._scale_losses()
@@ -159,11 +159,7 @@ class GeminiAccelerator(SavingAccelerator):
         config = resolve_config(
             self._gemini_config, self._gemini_flag, self.device, accumulates=self.gradient_accumulation_steps > 1
         )
-        return GeminiDDP(model, self._manage_beside(model, config), mesh=self._gemini_mesh)
-
-    @property
-    def _gemini_mesh(self) -> Any:
-        return None if self._gemini_parallel is None else self._gemini_parallel.mesh
+        return GeminiDDP(model, self._manage_beside(model, config), mesh=self._gemini_parallel.mesh)
 
     def _manage_beside(self, model: nn.Module, config: Any) -> Any:
         """Manage what is evaluated beside ``model``; the config for that one. A model with a budget of its own alone,
@@ -176,17 +172,17 @@ class GeminiAccelerator(SavingAccelerator):
             for each in beside:
                 super().prepare_model(each, evaluation_mode=True)
             return config
-        return manage_beside(beside, model, config, self._gemini_mesh)
+        return manage_beside(beside, model, config, self._gemini_parallel.mesh)
 
     @property
     def context_size(self) -> int:
         """Ranks that have parts of the same sequences: ``cp_size`` or ``sp_size`` of the ``parallelism_config``."""
-        return 1 if self._gemini_parallel is None else self._gemini_parallel.size_of("cp")
+        return self._gemini_parallel.size_of("cp")
 
     @property
     def tensor_size(self) -> int:
         """Ranks that have slices of the same layers: ``tp_size`` of the ``parallelism_config``."""
-        return 1 if self._gemini_parallel is None else self._gemini_parallel.size_of("tp")
+        return self._gemini_parallel.size_of("tp")
 
     @property
     def _sharing(self) -> int:
@@ -195,7 +191,7 @@ class GeminiAccelerator(SavingAccelerator):
 
     def sequence_batch(self, batch: Any) -> Any:
         """This rank's part of a batch (:func:`gemini.sequence_batch`); without ``cp_size`` the batch as it is."""
-        return batch if self.context_size == 1 else sequence_batch(batch, self._gemini_parallel.mesh)  # type: ignore[union-attr]
+        return batch if self.context_size == 1 else sequence_batch(batch, self._gemini_parallel.mesh)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's. Ranks that share a batch (``cp_size``, ``sp_size``, ``tp_size``) have the same: it counts

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils.constants import SCALER_NAME
 from torch import nn
 
 from gemini.errors import GeminiError, StorageError
@@ -24,8 +23,6 @@ from gemini.train.checkpoint.format import read_manifest
 from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
 from gemini.train.ddp import GeminiDDP
 from gemini.train.optimizers.optimizer import HybridOptimizer
-
-from .settings import take_over_scale
 
 _STATE_ID = "gemini.json"
 Pairs = list[tuple[str, Any, HybridOptimizer]]
@@ -80,17 +77,10 @@ class SavingAccelerator(Accelerator):
         if pairs:
             input_dir = self._newest_whole(pairs) if input_dir is None else Path(input_dir).expanduser()
             _check_state(Path(input_dir), pairs)
-        scaler, is_older = self.scaler, bool(pairs) and not (Path(input_dir) / SCALER_NAME).exists()
         for folder, model, optimizer in pairs:  # before the rest: what it refuses leaves all as it was
             load_checkpoint(Path(input_dir) / folder, model, optimizer)
-            if is_older:
-                take_over_scale(scaler, Path(input_dir) / folder)
         with self._without(pairs, self._load_model_state_pre_hook, _around_loading(pairs)):
-            self.scaler = None if is_older else scaler  # a state from when the model itself kept the loss scale
-            try:
-                super().load_state(None if input_dir is None else str(input_dir), load_kwargs, **kwargs)
-            finally:
-                self.scaler = scaler
+            super().load_state(None if input_dir is None else str(input_dir), load_kwargs, **kwargs)
 
     def _managed_pairs(self) -> Pairs:
         """Folder, model and optimizer of each model that is trained here."""

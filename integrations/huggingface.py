@@ -54,7 +54,6 @@ from .huggingface_save import (
     publish,
     save_states,
     staging_in,
-    start_staging,
 )
 from .metrics import MetricsCallback
 from .rules import BY_NAME, class_of, owns_managed, rule_of_name, to_hybrid
@@ -264,7 +263,7 @@ class GeminiTrainerMixin:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write under another name and give the checkpoint its own when it is whole: a torn one never has it."""
         run_dir = self._get_output_dir(trial)
-        start_staging(run_dir, self.accelerator)
+        clean_up(run_dir, self.accelerator, begins=True)
         self._gemini_run_dir = str(staging_in(run_dir))
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]

@@ -12,7 +12,7 @@ from gemini.rules import rule_of
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 
 from .rules import BY_NAME, rule_of_name
-from .settings import check_precision, precision_of
+from .settings import check_precision
 
 logger = logging.getLogger(__name__)
 
@@ -75,21 +75,20 @@ def check_managed_args(args: Any, config: GeminiConfig | None) -> None:
     Raises:
         ValueError: if they contradict each other.
     """
-    check_precision(args.mixed_precision, config, f"TrainingArguments({args.mixed_precision}=True)")
-    precision = precision_of(args.mixed_precision, config)
+    precision = check_precision(args.mixed_precision, config, f"TrainingArguments({args.mixed_precision}=True)")
     for flag in ("bf16", "fp16"):
         if getattr(args, f"{flag}_full_eval") and precision != flag:
             raise ValueError(
                 f"{flag}_full_eval=True, but the model is managed in {precision} and evaluated in it: leave it out, or "
                 f"train in {flag} too"
             )
-    if config is not None and config.gradients == "transient":
-        if args.max_grad_norm or args.gradient_accumulation_steps > 1:
-            raise ValueError(
-                'GeminiConfig(gradients="transient") updates inside backward, so that gradients can be neither clipped '
-                "nor accumulated: give TrainingArguments(max_grad_norm=0, gradient_accumulation_steps=1), or use "
-                'gradients="retain"'
-            )
+    transient = config is not None and config.gradients == "transient"
+    if transient and (args.max_grad_norm or args.gradient_accumulation_steps > 1):
+        raise ValueError(
+            'GeminiConfig(gradients="transient") updates inside backward, so that gradients can be neither clipped nor '
+            "accumulated: give TrainingArguments(max_grad_norm=0, gradient_accumulation_steps=1), or use "
+            'gradients="retain"'
+        )
 
 
 def use_one_gpu(args: Any) -> None:

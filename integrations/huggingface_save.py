@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer import SCALER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from gemini import replacing
@@ -22,7 +21,6 @@ from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 
 from .huggingface_durable import TRAINER_STATE, as_checkpoint, of_run, store_behind
-from .settings import take_over_scale
 
 STATES = "gemini"
 _STAGING = ".saving"
@@ -37,19 +35,15 @@ def staging_in(run_dir: str) -> Path:
     return Path(run_dir) / _STAGING
 
 
-def clean_up(run_dir: str, accelerator: Any) -> None:
-    """Remove what saves that were killed have left, and let a checkpoint that was being replaced stand again."""
+def clean_up(run_dir: str, accelerator: Any, *, begins: bool = False) -> None:
+    """Remove what saves that were killed have left, and let a checkpoint that was being replaced stand again. All ranks
+    call. ``begins``: another one is going to be written.
+    """
     if accelerator.is_main_process:
         shutil.rmtree(staging_in(run_dir), ignore_errors=True)
         replacing.clean_up(Path(run_dir), lambda name: name.startswith("checkpoint-"))
-    accelerator.wait_for_everyone()
-
-
-def start_staging(run_dir: str, accelerator: Any) -> None:
-    """Remove what a save that was killed has left. All ranks call."""
-    if accelerator.is_main_process:
-        shutil.rmtree(staging_in(run_dir), ignore_errors=True)
-        staging_in(run_dir).mkdir(parents=True)
+        if begins:
+            staging_in(run_dir).mkdir(parents=True)
     accelerator.wait_for_everyone()
 
 
@@ -161,8 +155,6 @@ def load_states(trainer: Any, checkpoint: str) -> None:
     store = store_behind(checkpoint)
     if store is None:
         extra = load_checkpoint(Path(checkpoint) / STATES, trainer.model, trainer.optimizer.optimizer)
-        if not (Path(checkpoint) / SCALER_NAME).exists():  # else the Trainer loads it
-            take_over_scale(trainer.accelerator.scaler, Path(checkpoint) / STATES)
     else:
         extra = load_checkpoint(store, trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler)
         trainer._gemini_random = rng_states()

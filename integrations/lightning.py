@@ -9,6 +9,7 @@ Checkpoints are ordinary Lightning files with exact fp32 masters and states, wri
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import sys
 import zipfile
@@ -33,14 +34,14 @@ from gemini.train.params.guard import refuse_in
 from gemini.train.passes.hooks import call_as_forward
 
 from .rules import hybrids_of
-from .settings import config_of, resolve_config, warn_half
+from .settings import check_config, config_of, resolve_config, warn_half
 
 try:
     import lightning.pytorch as pl
     from lightning.pytorch.core.optimizer import _MockOptimizer
     from lightning.pytorch.plugins import TorchCheckpointIO
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import grad_norm
 except ImportError as e:
@@ -49,15 +50,7 @@ except ImportError as e:
 from .lightning_precision import GeminiPrecision, precision_of  # noqa: E402
 
 _REFUSED_CALLBACKS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning"}
-_DDP_ARGUMENTS = {
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-}
+_DDP_ARGUMENTS = {*inspect.signature(ParallelStrategy).parameters, "process_group_backend", "timeout"}
 
 
 class GeminiStrategy(DDPStrategy):
@@ -82,8 +75,7 @@ class GeminiStrategy(DDPStrategy):
     _precision_plugin: Any
 
     def __init__(self, config: GeminiConfig | None = None, *, reduce_every_backward: bool = False, **ddp: Any):
-        if config is not None and not isinstance(config, GeminiConfig):
-            raise TypeError(f"GeminiStrategy(config) takes a gemini.GeminiConfig, got {type(config).__name__}")
+        check_config(config, "config")
         if "start_method" in ddp and ddp["start_method"] != "popen":
             raise ValueError(
                 f"start_method={ddp['start_method']!r}: a managed model lives in the process that trains it and does "

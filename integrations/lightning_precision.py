@@ -21,12 +21,13 @@ from gemini.train.ddp import GeminiDDP
 from gemini.train.modules.mixed import TARGETS, cast_floats
 from gemini.train.optimizers.grad_scaler import GradScaler
 
-from .settings import set_scale
+from .settings import check_precision
 
 if TYPE_CHECKING:
     from .lightning import GeminiStrategy
 
-_PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
+_PRECISIONS = {"32-true": "no", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
+"""In accelerate's words: "32-true" is also what Lightning says when its user said nothing."""
 _FLAGS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}
 
 
@@ -41,15 +42,7 @@ def precision_of(plugin: Precision, config: GeminiConfig | None) -> str:
             f"precision={plugin.precision!r} ({type(plugin).__name__}) is not possible with strategy='gemini': "
             f"use one of {', '.join(map(repr, _PRECISIONS))}"
         )
-    asked = _PRECISIONS[plugin.precision]
-    if config is None or config.precision in (None, asked):
-        return (config or GeminiConfig()).resolved(asked).precision
-    if type(plugin) is Precision:  # "32-true" is also what Lightning says when its user said nothing
-        return config.precision
-    raise ValueError(
-        f"Trainer(precision={plugin.precision!r}) is {asked} for Gemini, and the strategy was given "
-        f"GeminiConfig(precision={config.precision!r}): make them agree, or leave Trainer's out"
-    )
+    return check_precision(_PRECISIONS[plugin.precision], config, f"Trainer(precision={plugin.precision!r})")
 
 
 class GeminiPrecision(Precision):
@@ -140,10 +133,7 @@ class GeminiPrecision(Precision):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what :meth:`state_dict` gave; ranks beyond the saved ones keep their RNG states."""
-        older = state_dict.get("loss_scale")  # from when the model itself kept it
         if self.scaler is not None and state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
-        elif self.scaler is not None and older is not None:
-            set_scale(self.scaler, older["scale"], older["num_good_steps"])
         if self._strategy.global_rank < len(state_dict["rng"]):
             set_rng_states(state_dict["rng"][self._strategy.global_rank])

@@ -12,21 +12,21 @@ class Parallel(NamedTuple):
     """What a config means here.
 
     Attributes:
-        mesh: its dims by accelerate's names, which Gemini knows too.
+        mesh: its dims by accelerate's names, which Gemini knows too; None if it asks for nothing.
         attention: for ``GeminiConfig(context_attention=)``; None leaves the choice to that.
     """
 
-    mesh: DeviceMesh
-    attention: str | None
+    mesh: DeviceMesh | None = None
+    attention: str | None = None
 
     def size_of(self, dim: str) -> int:
         """Ranks along one of the dims; 1 where there is no such dim."""
-        names = self.mesh.mesh_dim_names or ()
-        return int(self.mesh.mesh.shape[names.index(dim)]) if dim in names else 1
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return self.mesh.size(names.index(dim)) if self.mesh is not None and dim in names else 1
 
 
-def parallel_of(config: Any, num_processes: int, device_type: str) -> Parallel | None:
-    """The mesh of a config; None for one that asks for nothing.
+def parallel_of(config: Any, num_processes: int, device_type: str) -> Parallel:
+    """The mesh of a config.
 
     ``dp_shard_size`` and ``dp_replicate_size`` divide chunks and replicate them; ``cp_size``, and ``sp_size`` by
     Ulysses, divide sequences; ``tp_size`` slices layers. What accelerate needs for them (FSDP, DeepSpeed) is not
@@ -36,7 +36,7 @@ def parallel_of(config: Any, num_processes: int, device_type: str) -> Parallel |
         ValueError: for sizes whose product is not the number of processes.
     """
     if config is None or config.total_size == 1:
-        return None
+        return Parallel()
     parts = config.cp_size * config.sp_size
     dims = {
         "dp_replicate": config.dp_replicate_size,

@@ -7,7 +7,6 @@ the framework. A flag and a config that differ are refused: one of them is a mis
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,26 +15,25 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import warn
 from gemini.memory.devices.device import torch_device_of
-from gemini.replacing import find, place_of
-from gemini.train.checkpoint.format import read_manifest
 from gemini.train.ddp import GeminiDDP
 from gemini.train.modules.mixed import half_of
 
 _UNSAID = (None, "no")
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, name: str = "gemini_config") -> None:
     """Refuse what is not a config.
 
     Raises:
         TypeError: saying what is accepted.
     """
     if config is not None and not isinstance(config, GeminiConfig):
-        raise TypeError(f"gemini_config= is a gemini.GeminiConfig, or None for defaults; got {type(config).__name__}")
+        raise TypeError(f"{name}= is a gemini.GeminiConfig, or None for defaults; got {type(config).__name__}")
 
 
-def check_precision(flag: str | None, config: GeminiConfig | None, where: str) -> None:
-    """Compare a framework's precision flag ("bf16", "fp16", "no" or None) with the config of the model.
+def check_precision(flag: str | None, config: GeminiConfig | None, where: str) -> str:
+    """Compare a framework's precision flag ("bf16", "fp16", "no" or None) with the config of the model; returns what is
+    computed in.
 
     Raises:
         ValueError: if they differ, the flag means a precision that is not there ("fp8"), or one that is not possible
@@ -48,7 +46,7 @@ def check_precision(flag: str | None, config: GeminiConfig | None, where: str) -
             f"{where} asks for {flag}, and the model is to be managed in {config.precision} "
             f"(GeminiConfig(precision={config.precision!r})): say {flag} in both, or only in one of them"
         )
-    precision_of(flag, config)
+    return precision_of(flag, config)
 
 
 def precision_of(flag: str | None, config: GeminiConfig | None) -> str:
@@ -57,8 +55,7 @@ def precision_of(flag: str | None, config: GeminiConfig | None) -> str:
     Raises:
         ValueError: if the rest of the config cannot be had in it.
     """
-    by_flag = "fp32" if flag is None or flag in _UNSAID else flag
-    return by_flag if config is None else config.resolved(by_flag).precision
+    return (config or GeminiConfig()).resolved("fp32" if flag is None or flag in _UNSAID else flag).precision
 
 
 def warn_half(model: nn.Module, config: GeminiConfig | None, computed: str, unsaid: str, flag: str) -> None:
@@ -96,8 +93,7 @@ def resolve_config(
     Raises:
         ValueError: if the config names another device.
     """
-    if config is None:
-        config = GeminiConfig()
+    config = config or GeminiConfig()
     config = config.resolved(precision_of(flag, config))
     if accumulates and config.gradients == "retain":
         config = replace(config, gradients="accumulate")
@@ -109,15 +105,3 @@ def resolve_config(
             'framework the same (use_cpu=True, Accelerator(cpu=True), Trainer(accelerator="cpu"))'
         )
     return config
-
-
-def take_over_scale(scaler: Any, checkpoint: Path) -> None:
-    """Let a scaler go on from the loss scale of a checkpoint from when models kept one themselves."""
-    kept = None if scaler is None else read_manifest(find(place_of(checkpoint))).loss_scale
-    if kept is not None:
-        set_scale(scaler, kept.scale, kept.num_good_steps)
-
-
-def set_scale(scaler: Any, scale: float, num_good_steps: int) -> None:
-    """Set the scale of a scaler, and how many good steps in a row it has had with it."""
-    scaler.load_state_dict({**scaler.state_dict(), "scale": scale, "_growth_tracker": num_good_steps})

@@ -386,9 +386,7 @@ def mesh_of(options: Options, num_processes: int) -> Any:
     """The mesh of the job's processes; None where all of them share one model."""
     ours, kind = options.ours, options.args.device.type
     if options.args.parallelism_config is not None:
-        found = parallel_of(options.args.parallelism_config, num_processes, kind)
-        assert found is not None, "what asks for nothing has no config"
-        return found.mesh
+        return parallel_of(options.args.parallelism_config, num_processes, kind).mesh
     if ours.replicas == ours.ep == 1:
         return None
     from torch.distributed.device_mesh import init_device_mesh

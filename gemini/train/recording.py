@@ -43,7 +43,9 @@ class Recording:
         # Weakly: a program may keep the recording, to read its timeline, for longer than the model.
         self._reference = weakref.ref(engine)
         if trace is not None:
-            engine.decision.trace.check_same_model(trace, what="the trace")
+            ours = engine.decision.trace
+            # A trace may have been made without knowing what stays in fp32 here.
+            ours.check_same_model(trace.with_fp32({p.name for p in ours.params if p.fp32}), what="the trace")
         self._trace = trace
         self._recorder = Recorder(engine.store.device)
         # By `id`, as of now: the model is the caller's, and outlives the block.

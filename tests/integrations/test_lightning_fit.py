@@ -117,7 +117,7 @@ def test_mixed_fp16_is_fp16_where_lightning_lets_it_through() -> None:
 
 
 def test_contradicting_and_unknown_precisions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"precision='16-true'.* is fp16 .*GeminiConfig\(precision='bf16'\)"):
+    with pytest.raises(ValueError, match=r"precision='16-true'.* asks for fp16.*GeminiConfig\(precision='bf16'\)"):
         trainer(GeminiStrategy(config("bf16")), precision="16-true")
     with pytest.raises(ValueError, match="precision='64-true' .*use one of '32-true'"):
         trainer("gemini", precision="64-true")
@@ -290,7 +290,7 @@ def test_weight_averaging_is_refused(callback: Any) -> None:
     [
         ({"find_unused_parameters": True}, TypeError, "find_unused_parameters.*no DistributedDataParallel"),
         ({"start_method": "spawn"}, ValueError, "does not come back from a spawned one"),
-        ({"config": {"precision": "bf16"}}, TypeError, "takes a gemini.GeminiConfig, got dict"),
+        ({"config": {"precision": "bf16"}}, TypeError, "config= is a gemini.GeminiConfig.*got dict"),
     ],
 )
 def test_arguments_of_others_are_refused(arguments: Any, error: Any, what: str) -> None:
