@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gemini.errors import GeminiError
-from gemini.pipeline.elsewhere import readable_in
-from gemini.pipeline.flow import Flow, is_in
+from gemini.pipeline.flow import Flow, is_in, readable_in
 from gemini.tracing.ahead import FakeRunner, fake_copy, fake_input, loss_of, nothing_collected
 from gemini.train.loading.skeleton import generators_kept
 from gemini.train.passes.again import marks_of
@@ -50,13 +49,9 @@ class Course(NamedTuple):
     reads_labels: bool
     readable: frozenset[str] | None
 
-    def is_that_of(self, other: Course) -> bool:
-        """Whether the same stages run both."""
-        return all(getattr(self, name) == getattr(other, name) for name in _OF_STAGES)
 
-
-_OF_STAGES = ("blocks", "before", "after", "num_given", "reads_labels", "readable")
-
+OF_STAGES = ("blocks", "before", "after", "num_given", "reads_labels", "readable")
+"""What is alike in all that the same stages run."""
 LABELS = ("labels", "shift_labels")
 
 
@@ -115,7 +110,9 @@ def course_of(
             f"{type(model).__name__} does not run each of its blocks {blocks[0]} to {blocks[-1]} once and in order, so "
             "they cannot be divided into pipeline stages. Use dp or tp"
         )
-    outermost = _outermost(name for name in flow.order if name not in blocks)
+    # Those that are in none of the others, once each, in the order they ran in.
+    ran_once = dict.fromkeys(name for name in flow.order if name not in blocks)
+    outermost = [name for name in ran_once if not is_in(name, filter(None, ran_once))]
     first, last = flow.order.index(blocks[0]), flow.order.index(blocks[-1])
     before = tuple(name for name in outermost if flow.order.index(name) < first)
     after = tuple(name for name in outermost if flow.order.index(name) > last)
@@ -137,8 +134,12 @@ def course_of(
     num_given = tuple(len(gives) if isinstance(gives, tuple) else 0 for gives in given)
     width = (given[0][0] if num_given[0] else given[0]).shape[-1]
     weights = (*(flow.flops[name] for name in blocks), sum(flow.flops[name] for name in after))
+    try:
+        twin = copy.deepcopy(model, on_meta(model))
+    except Exception as e:
+        raise GeminiError(f"{type(model).__name__} cannot be copied: {type(e).__name__}: {e}") from e
     told = flow.is_random, flow.reads_early, readable
-    return Course(_twin_of(model), blocks, before, after, num_given, width, weights, *told)
+    return Course(twin, blocks, before, after, num_given, width, weights, *told)
 
 
 def _numbers_to_come() -> Any:
@@ -172,15 +173,6 @@ def on_meta(model: nn.Module) -> dict[int, Any]:
     return memo
 
 
-def _twin_of(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, which takes no memory."""
-    memo = on_meta(model)
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as e:
-        raise GeminiError(f"{type(model).__name__} cannot be copied: {type(e).__name__}: {e}") from e
-
-
 def _blocks_in(model: nn.Module) -> tuple[str, ...]:
     """The numbered modules with the most params.
 
@@ -195,9 +187,3 @@ def _blocks_in(model: nn.Module) -> tuple[str, ...]:
     if not best[1]:
         raise ValueError(f"{type(model).__name__} has no numbered blocks (nn.ModuleList) to make stages of")
     return best[1]
-
-
-def _outermost(names: Iterable[str]) -> list[str]:
-    """Choose the modules that are in none of the others, once each, in the order they ran in."""
-    seen = dict.fromkeys(names)
-    return [name for name in seen if not any(other and name.startswith(f"{other}.") for other in seen)]

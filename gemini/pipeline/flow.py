@@ -9,7 +9,7 @@ only what carries gradients, since weights that are frozen, and values that were
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -188,3 +188,17 @@ def _drops_something(func: Any, args: Any, kwargs: Any) -> bool:
     given = {own.name: own.default_value for own in func._schema.arguments}
     given |= dict(zip(given, args, strict=False)) | kwargs
     return bool(given.get("dropout_p", True))
+
+
+def readable_in(output: Any, is_own: Callable[[torch.Tensor], bool]) -> frozenset[str] | None:
+    """Names in what a forward returned whose values are all in tensors that ``is_own``; None if it has no names."""
+    if not isinstance(output, dict):  # a ModelOutput is one
+        return None
+    plain = (int, float, str, type(None))
+    return frozenset(
+        name
+        for name, value in output.items()
+        if all(
+            is_own(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, plain) for leaf in tree_leaves(value)
+        )
+    )

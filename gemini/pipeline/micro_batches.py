@@ -19,10 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_module
 
 from gemini.errors import GeminiError
-from gemini.pipeline.course import Course, course_of, on_meta
-from gemini.pipeline.elsewhere import Strayed
+from gemini.pipeline.course import OF_STAGES, Course, course_of, on_meta
 from gemini.pipeline.flow import is_in
-from gemini.pipeline.stages import Stage
+from gemini.pipeline.stages import Stage, Strayed
 from gemini.tracing.ahead import loss_of as loss_in
 from gemini.train.params.handle import original_class, stepping_in_backward
 from gemini.train.passes.again import marks_of, own_hooks
@@ -212,7 +211,7 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
     if found.stages is None:
         found.course = courses[0]
         found.stages = [Stage(model, courses[0], number, number + 1) for number in range(len(courses[0].blocks))]
-    if not all(found.course.is_that_of(course) for course in courses):
+    if any(getattr(found.course, name) != getattr(course, name) for course in courses for name in OF_STAGES):
         return _warned(model, "its micro-batches go different ways through it")
     return found.stages
 
@@ -230,14 +229,11 @@ def _kind(part: Mapping[str, Any]) -> Any:
     """What micro-batches that take the same way are thought to have in common. Sizes and numbers change too often:
     where they lead another way, stages see it (:mod:`gemini.pipeline.elsewhere`).
     """
-    return frozenset(
-        (name, type(value), value.dim() if isinstance(value, torch.Tensor) else str(value) if _is_switch(value) else "")
-        for name, value in part.items()
-    )
 
+    def of(value: Any) -> Any:
+        return value.dim() if isinstance(value, torch.Tensor) else str(value) if isinstance(value, (bool, str)) else ""
 
-def _is_switch(value: Any) -> bool:
-    return isinstance(value, (bool, str))
+    return frozenset((name, type(value), of(value)) for name, value in part.items())
 
 
 def _settings(model: nn.Module, loss: Loss | None) -> Any:

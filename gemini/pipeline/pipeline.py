@@ -43,7 +43,7 @@ from gemini.train.slices.together import compare_batches
 from gemini.train.wrap import Fill
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
-_EXAMPLE_TOKENS = 16
+_ONE_STAGE = ("1f1b", "gpipe")
 
 
 class Pipeline:
@@ -100,7 +100,9 @@ class Pipeline:
         if isinstance(model, Skeleton):
             fill = model.fill
             model = cast(nn.Module, model.model)
-        config = _with_sums((GeminiConfig() if config is None else config).resolved())
+        config = (GeminiConfig() if config is None else config).resolved()
+        if config.gradients == "retain":
+            config = replace(config, gradients="accumulate")
         size = 1 if mesh is None else size_of(mesh, "pp")
         _check(schedule, size, micro_batches, stages, config)
         if sliced_in(model) is not None:
@@ -126,7 +128,7 @@ class Pipeline:
         course = course_of(model, example)
         course.twin.to(COMPUTE_DTYPES[config.precision])
         number = len(course.blocks)
-        each = stages if stages is not None else number if size == 1 else 1 if schedule in ("1f1b", "gpipe") else 2
+        each = stages if stages is not None else number if size == 1 else 1 if schedule in _ONE_STAGE else 2
         if each * size > number:
             raise ValueError(
                 f"{each * size} stages ({each} on each of {size} ranks) of {type(model).__name__}, which has {number} "
@@ -244,7 +246,10 @@ class Pipeline:
         # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
         # Planned over all micro-batches of a step, more was fetched (docs/decisions/2026-11-24-pipelines.md).
         self._backwards_left = len(parts) * len(self._stages)
-        loss = self._over_ranks(parts) if self._size > 1 else self._breadth_first(parts)
+        if self._size > 1:
+            loss = self._over_ranks(parts)
+        else:
+            loss = breadth_first(self.model, self._stages, parts, self._share_of_output, self._in_backward).sum()
         ranks = self.model._gemini_engine.ranks
         if ranks.context.size == 1:
             return loss
@@ -272,11 +277,8 @@ class Pipeline:
             return self.model.no_sync()  # type: ignore[no-any-return]
         return nullcontext()
 
-    def _breadth_first(self, parts: list[dict[str, Any]]) -> torch.Tensor:
-        def share_of(output: Any, number: int) -> torch.Tensor:
-            return self._stages[-1].loss_of(output) / len(parts)
-
-        return breadth_first(self.model, self._stages, parts, share_of, self._in_backward).sum()
+    def _share_of_output(self, output: Any, number: int) -> torch.Tensor:
+        return self._stages[-1].loss_of(output) / self._micro_batches
 
     # ---- over ranks ---------------------------------------------------------------------------------------------
 
@@ -302,16 +304,11 @@ class Pipeline:
         sum_tied(engine.params, engine.backward.gradients, wire)
         own = torch.stack([loss.detach().float().cpu() for loss in losses]).sum() if losses else torch.zeros(())
         rows = wire.swap(Tag.VALUES, own, "the loss of a pipeline")
-        return rows[self._place_of_last()].to(self.model.device)
-
-    def _place_of_last(self) -> int:
-        return (len(self._ranges) - 1) % self._size
+        return rows[(len(self._ranges) - 1) % self._size].to(self.model.device)
 
     def _runner_for(self, part: Mapping[str, Any]) -> Any:
         """torch's schedule for micro-batches of this shape."""
         from torch.distributed import pipelining
-
-        from gemini.pipeline.torch_stage import ManagedStage
 
         ids = next(value for value in part.values() if isinstance(value, torch.Tensor) and value.dim() > 1)
         shape = (*ids.shape[:2], self._width)
@@ -325,13 +322,21 @@ class Pipeline:
         def hidden() -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
+        in_backward = self._in_backward
+
+        class ManagedStage(pipelining.PipelineStage):
+            """Of torch's schedules, whose backwards are those of a managed model."""
+
+            def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+                with in_backward():
+                    return super().backward_one_chunk(*args, **kwargs)
+
         made = [
             ManagedStage(
                 stage,
                 number,
                 len(self._ranges),
                 device,
-                around_backward=self._in_backward,
                 input_args=() if stage.stage.is_first else hidden(),
                 output_args=torch.empty((), device=device, requires_grad=True) if stage.stage.is_last else hidden(),
                 group=group,
@@ -344,15 +349,15 @@ class Pipeline:
             "interleaved": pipelining.ScheduleInterleaved1F1B,
             "bfs": pipelining.ScheduleLoopedBFS,
         }
-        single = self._schedule in ("1f1b", "gpipe")
+        single = self._schedule in _ONE_STAGE
         runner = kinds[self._schedule](
-            made[0] if single else made, self._micro_batches, loss_fn=self._share_of_loss, scale_grads=False
+            made[0] if single else made,
+            self._micro_batches,
+            loss_fn=lambda loss, _: loss / self._micro_batches,
+            scale_grads=False,
         )
         self._runner = shape, runner
         return runner
-
-    def _share_of_loss(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return loss / self._micro_batches
 
 
 def _weights(course: Course, trace: MemoryTrace | None, model: nn.Module) -> Sequence[float]:
@@ -379,19 +384,11 @@ def _of_first(ranges: list[tuple[int, int]], mesh: DeviceMesh | None) -> list[tu
     return said[0]
 
 
-def _with_sums(config: GeminiConfig) -> GeminiConfig:
-    return replace(config, gradients="accumulate") if config.gradients == "retain" else config
-
-
 def _check(schedule: str, size: int, micro_batches: int, stages: int | None, config: GeminiConfig) -> None:
     if schedule not in SCHEDULES:
-        zero = "zero" in schedule.lower() or "zb" in schedule.lower() or "dual" in schedule.lower()
-        why = (
-            "schedules without bubbles compute gradients of weights apart from those of inputs, which managed params "
-            "do not allow"
-        )
         raise ValueError(
-            f"schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}" + (f" ({why})" if zero else "")
+            f"schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)} (schedules without bubbles compute "
+            "gradients of weights apart from those of inputs, which managed params do not allow)"
         )
     if type(micro_batches) is not int or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r}: a number of parts, 1 or more")
@@ -402,10 +399,10 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
             f"schedule={schedule!r} needs several ranks: pass a mesh with a dimension pp, or use schedule='bfs', which "
             "runs the stages one after the other in one process"
         )
-    if size > 1 and schedule in ("1f1b", "gpipe") and stages not in (None, 1):
-        raise ValueError(f"schedule={schedule!r} has one stage on each rank, got stages={stages}")
-    if size > 1 and schedule in ("interleaved", "bfs") and stages == 1:
-        raise ValueError(f"schedule={schedule!r} has several stages on each rank, got 1: use '1f1b' or 'gpipe'")
+    is_single = schedule in _ONE_STAGE
+    if size > 1 and stages is not None and is_single != (stages == 1):
+        how_many = "one stage" if is_single else "several stages"
+        raise ValueError(f"schedule={schedule!r} has {how_many} on each rank, got stages={stages}")
     if size > 1 and schedule == "1f1b" and micro_batches < size:
         raise ValueError(
             f"schedule='1f1b' over {size} ranks takes {size} micro-batches or more, got {micro_batches}: with fewer "
@@ -434,4 +431,4 @@ def _example_for(model: Any) -> Mapping[str, Any]:
             f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= batch, to "
             "see how a forward runs through the model"
         )
-    return batch_for(config, 1, _EXAMPLE_TOKENS, model_class=type(model))
+    return batch_for(config, 1, 16, model_class=type(model))

@@ -1,4 +1,10 @@
-"""Stages: a model of which only some modules run, the others being stood in for."""
+"""Stages: a model of which only some modules run, the others being stood in for.
+
+Whatever is computed from a stand-in's values is one, and nothing that counts may be. How a forward runs through a model
+was seen once, on one micro-batch without values (:mod:`gemini.pipeline.flow`). Another micro-batch, a switch in a
+closure or a value may lead another way. So a stage looks at what it gives: a result that one of these went into is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,91 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.overrides import get_default_nowrap_functions
+from torch.utils._pytree import tree_leaves, tree_map
 
+from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.pipeline.course import LABELS, Course
-from gemini.pipeline.elsewhere import check, only, standing_in, stray
 from gemini.pipeline.flow import is_in
 from gemini.tracing.ahead import loss_of
 from gemini.train.params.handle import StageParam
+
+
+class Strayed(GeminiError):
+    """A forward took another way than the one that was seen. ``has_begun``: some gradients of its step are there."""
+
+    has_begun = False
+
+
+_SHAPE_ALONE = set(
+    "new_empty new_full new_ones new_zeros empty_like full_like ones_like zeros_like "
+    "expand_as reshape_as type_as view_as".split()
+)
+"""Functions that look at the shape, the dtype or the device of one (with "_as" of the second argument), by name."""
+_VALUES = {"__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__contains__"}
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of the right shape, whose values are another stage's."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))  # x += y, x.add_(y)
+        writes = in_place or name == "__setitem__" or "out" in kwargs
+        if name in _VALUES or (writes and not isinstance(kwargs.get("out", args[0] if args else None), Elsewhere)):
+            stray("its forward reads values that another of its parts makes")
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        is_second = name.endswith("_as") and not isinstance(args[0], Elsewhere)
+        if func in get_default_nowrap_functions() or name in _SHAPE_ALONE and (is_second or not name.endswith("_as")):
+            return out
+        return tree_map(standing_in, out)
+
+
+def standing_in(value: Any) -> Any:
+    """The same as a stand-in, if it is a tensor."""
+    return value.as_subclass(Elsewhere) if isinstance(value, torch.Tensor) else value
+
+
+class _Unread:
+    """In the place of an entry of a model's output that all stages together would have made."""
+
+    def __init__(self, name: str):
+        self.__dict__["_name"] = name
+
+    def _stray(self, *_: Any) -> NoReturn:
+        stray(f"output.{self.__dict__['_name']} is read, which no part of it has whole")
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = _stray
+
+
+def only(output: Any, readable: frozenset[str] | None) -> Any:
+    """What a forward returns, with the entries alone that are ``readable``, if it has any by name."""
+    if readable is None or not isinstance(output, dict):
+        return output
+    if type(output) is dict:
+        output = dict(output)
+    for name, value in output.items():
+        if name not in readable and value is not None:
+            output[name] = _Unread(name)
+    return output
+
+
+def check(value: Any) -> None:
+    """Raises :class:`Strayed` if a tensor in it depends on what another stage computes."""
+    if any(isinstance(leaf, Elsewhere) for leaf in tree_leaves(value)):
+        stray("what one of its parts computes depends on more than the hidden states of the part before it")
+
+
+def stray(why: str) -> NoReturn:
+    raise Strayed(f"the model goes another way through its blocks than in the micro-batch that was looked at: {why}")
 
 
 def params_of_stages(
@@ -98,13 +178,14 @@ class Stage(nn.Module):
         super().__init__()
         self.__dict__["model"] = model  # no submodule: its params are the model's
         self.is_first, self.is_last = start == 0, stop == len(course.blocks)
-        self._stand_ins: dict[str, nn.Module] = {
+        self.stand_ins: dict[str, nn.Module] = {
             name: Passing(course.twin.get_submodule(name), num_given=course.num_given[number])
             for number, name in enumerate(course.blocks)
             if not start <= number < stop
         }
+        """In the place of the modules that do not run, by their names."""
         if not self.is_first:
-            self._stand_ins |= {name: Placeholder(course.twin.get_submodule(name)) for name in course.before}
+            self.stand_ins |= {name: Placeholder(course.twin.get_submodule(name)) for name in course.before}
         labels = inspect.signature(type(model).forward).parameters.get("labels")
         may_drop = not self.is_last and not course.reads_labels
         self._drops_labels = may_drop and labels is not None and labels.default is not labels.empty
@@ -112,20 +193,14 @@ class Stage(nn.Module):
         for name in () if self.is_last else course.after:
             # A loss of what is no result needs its shape at least; without labels there is none.
             twin = course.twin.get_submodule(name)
-            self._stand_ins[name] = Passing(twin, num_given=0) if self._drops_labels else Placeholder(twin)
-        self._entry = None if self.is_first else self._stand_ins[course.blocks[start - 1]]
-        self._exit = None if self.is_last else self._stand_ins[course.blocks[stop]]
-
-    def leaves_out(self) -> set[str]:
-        """Names of the modules that do not run in this stage."""
-        return set(self._stand_ins)
+            self.stand_ins[name] = Passing(twin, num_given=0) if self._drops_labels else Placeholder(twin)
+        self._entry = None if self.is_first else self.stand_ins[course.blocks[start - 1]]
+        self._exit = None if self.is_last else self.stand_ins[course.blocks[stop]]
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks with params of this stage of a managed model, in their order."""
-        handles = (
-            h for h in self.__dict__["model"]._gemini_engine.params.handles if not is_in(h.name, self._stand_ins)
-        )
+        handles = (h for h in self.__dict__["model"]._gemini_engine.params.handles if not is_in(h.name, self.stand_ins))
         return tuple(dict.fromkeys(handle.chunk for handle in handles))
 
     def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
@@ -160,18 +235,16 @@ class Stage(nn.Module):
         """
         own = loss_of(self.__dict__["model"], output, loss)
         check(own)
-        foreign = self._other_params_behind(own)
-        if foreign:
+        if foreign := self._other_params_behind(own):
             stray(f"its loss reads {foreign} of another part")
         return own
 
     @cached_property
     def _others(self) -> dict[int, str]:
         """The params that no module of this stage has, by their identity: their names."""
-        params = self.__dict__["model"].named_parameters(remove_duplicate=False)
-        found = [(id(param), name) for name, param in params]
-        own = {key for key, name in found if not is_in(name, self._stand_ins)}
-        return {key: name for key, name in found if key not in own}
+        named = list(self.__dict__["model"].named_parameters(remove_duplicate=False))
+        own = {id(param) for name, param in named if not is_in(name, self.stand_ins)}
+        return {id(param): name for name, param in named if id(param) not in own}
 
     def _other_params_behind(self, loss: torch.Tensor) -> str:
         """The name of a param of another stage that gets a gradient from the loss of this one; "" if none does."""
@@ -187,7 +260,7 @@ class Stage(nn.Module):
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
-        places = [(_place_of(self.__dict__["model"], name), module) for name, module in self._stand_ins.items()]
+        places = [(_place_of(self.__dict__["model"], name), module) for name, module in self.stand_ins.items()]
         before = [(modules, key, modules[key]) for (modules, key), _ in places]
         try:
             for (modules, key), module in places:
@@ -218,11 +291,11 @@ def left_out(model: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
     """Let go of modules that run in none of these stages: their params are on other ranks. If what is done inside
     fails, they are back.
     """
-    never = set.intersection(*(stage.leaves_out() for stage in stages))
+    never = set.intersection(*(set(stage.stand_ins) for stage in stages))
     before = [(name, model.get_submodule(name)) for name in sorted(never)]
     for name, _ in before:
         modules, key = _place_of(model, name)
-        modules[key] = stages[0]._stand_ins[name]
+        modules[key] = stages[0].stand_ins[name]
     try:
         yield
     except BaseException:
