@@ -99,26 +99,21 @@ class RecordedStep:
         )
 
 
+@dataclass(slots=True, eq=False)
 class Activity:
     """A thing that is done between entering and leaving; ``track`` None: it waits, or prepares, and keeps no track
     busy. Entered and left on one thread.
     """
 
-    __slots__ = ("around", "cause", "chunk", "track", "moment", "name", "num_bytes", "recorder", "thread")
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        track: Track | None,
-        name: str,
-        cause: str,
-        chunk: int,
-        num_bytes: int = 0,
-        around: AbstractContextManager[None] = NOTHING,
-    ):
-        self.recorder, self.track, self.name, self.cause = recorder, track, name, cause
-        self.chunk, self.num_bytes, self.moment, self.around = chunk, num_bytes, -1, around
-        self.thread: _Thread | None = None
+    recorder: Recorder
+    track: Track | None
+    name: str
+    cause: str
+    chunk: int
+    num_bytes: int = 0
+    around: AbstractContextManager[None] = NOTHING
+    moment: int = -1
+    thread: _Thread | None = None
 
     def __enter__(self) -> None:
         # The outer listener first, and last at the end: its time has all of this in it.
@@ -132,14 +127,12 @@ class Activity:
             self.around.__exit__(*exc)
 
 
+@dataclass(slots=True, eq=False)
 class _Thread:
     """The activities under way on one thread, the innermost last, and since when."""
 
-    __slots__ = ("since", "stack")
-
-    def __init__(self, since: float = 0.0):
-        self.stack: list[Activity] = []
-        self.since = since
+    since: float = 0.0
+    stack: list[Activity] = field(default_factory=list)
 
 
 class Recorder:
@@ -415,26 +408,22 @@ def _boundaries(source: Tier, target: Tier) -> tuple[str, ...]:
 
 
 class Moved:
-    """Bytes over each boundary in one step; any thread may add.
-
-    What is fetched between two steps, ahead of the second, is told apart from what else moves there (an evaluation).
-    """
+    """Bytes over each boundary in one step; any thread may add."""
 
     def __init__(self) -> None:
-        self._bytes: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def add(self, source: Tier, target: Tier, num_bytes: int, *, ahead: bool = False) -> None:
+    def add(self, source: Tier, target: Tier, num_bytes: int) -> None:
         """Bytes between the GPU and NVMe cross host memory, and count on both boundaries."""
         # Adding is a read and a write: two workers would lose bytes.
         with self._lock:
             for boundary in _boundaries(source, target):
-                self._bytes[ahead][boundary] += num_bytes
+                self._bytes[boundary] += num_bytes
 
-    def counts(self, *, ahead: bool = True) -> Counter[str]:
-        """All of them, or all but those ahead of the step."""
+    def counts(self) -> Counter[str]:
         with self._lock:
-            return self._bytes[0] + self._bytes[1] if ahead else self._bytes[0].copy()
+            return self._bytes.copy()
 
 
 class _Waiting:

@@ -78,11 +78,11 @@ class Fetches:
         # use.
         return not self._mover.computes(chunk)
 
-    def begin(self, chunk: Chunk, moment: int, *, in_step: bool) -> None:
+    def begin(self, chunk: Chunk, moment: int) -> None:
         """Fill the populated window of a chunk beside training, behind the update of its weights."""
         # Read here, on the training thread: by the time the job runs these may be others.
         update, source, mover = chunk.update, self.source, self._mover
-        working = Working(mover.watch.moved, not in_step, self._staging)
+        working = Working(mover.watch.moved, self._staging)
 
         def fetch() -> None:
             # The one wait of a lane for another: the update lane takes no memory and waits for no fetch of a new

@@ -256,7 +256,7 @@ class Manager:
         try:
             # A fetch that was begun for a chunk whose state says FREE would write into a window that others get.
             with WHOLE:
-                self.fetches.begin(chunk, moment, in_step=self.foresight.in_step)
+                self.fetches.begin(chunk, moment)
                 chunk.step(UseChange.FETCH)
                 chunk.ahead = True
         except BaseException:

@@ -53,7 +53,6 @@ class Working(NamedTuple):
     """The things that a worker thread works with: the step that its work belongs to, and its set of staging."""
 
     moved: Moved
-    ahead: bool = False  # bytes are those of a fetch between two steps, for the second
     staging: StagingSet | None = None
 
 
@@ -120,11 +119,7 @@ class Mover:
         # Waits of other threads give up only when nothing has moved for minutes.
         PROGRESS.count += 1
         # A worker counts for the step that handed its work over, though that may be over by now.
-        working = self._of_thread.working
-        if working is None:
-            self.watch.moved.add(source, target, num_bytes)
-        else:
-            working.moved.add(source, target, num_bytes, ahead=working.ahead)
+        (self._of_thread.working or self.watch).moved.add(source, target, num_bytes)
 
     def begin_load(self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int) -> None:
         """Start to fill host tensors from the same range of these planes, for ``name``; a file is asked once.

@@ -241,7 +241,7 @@ class GradientStore:
     def _leave_to_worker(self, handle: ParamHandle, flat: torch.Tensor, adding: bool) -> None:
         """Let the lane's thread land a gradient, whose bytes are reserved."""
         mover, held = self._mover, Held(self._ledger, self._device.tier, flat.nbytes, HOLDER)
-        working, chunk, at = Working(mover.watch.moved, staging=self._staging), handle.chunk, handle.slot.start
+        working, chunk, at = Working(mover.watch.moved, self._staging), handle.chunk, handle.slot.start
         # Now: behind it the gradient is there. Its copies wait for this and not for what is computed afterwards.
         written, before = self._device.mark(), handle.norm_sums
         sums: kernels.Sums = []

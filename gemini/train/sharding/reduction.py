@@ -261,7 +261,7 @@ class Reduction(GradientSink):
         # All ranks bring the same dtype, or the script ends here.
         dtype, backward = whole.flat.dtype, self.state.backward_number
         landing = _Landing(chunk, handles, adding, whole.flat, dict.fromkeys(range(self._ranks.size), dtype))
-        working = Working(self._mover.watch.moved, staging=self._staging)
+        working = Working(self._mover.watch.moved, self._staging)
 
         def add_up() -> None:  # runs on the landing worker
             with self._mover.working(working):
