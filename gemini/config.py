@@ -137,7 +137,7 @@ class GeminiConfig:
                 "eviction= has no effect with placement=plan, which says what is evicted when: leave it out"
             )
         for tier in FILED:
-            if self.offload_activations == tier.value and self.memory.path_of(tier) is None:
+            if self.offload_activations == tier.value and not self.memory.paths_of(tier):
                 raise ValueError(
                     f'offload_activations="{tier.value}" needs MemoryBudget({tier.value}_path=...), the directory of '
                     "the file"

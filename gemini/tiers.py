@@ -27,8 +27,7 @@ class Direction(NamedTuple):
 
 class TierSpec(NamedTuple):
     """A description of a tier for plans, simulations and reports: whoever adds one says it here, and in no other table.
-    Its budget is a field of :class:`MemoryBudget` (``nvme``; where it keeps files their folder too, ``nvme_path``), its
-    fractions are fields of ``StaticPlacement``, each by the tier's name.
+    Its budget is a field of :class:`MemoryBudget`, its fractions are fields of ``StaticPlacement``, each by its name.
 
     Attributes:
         title: its name for people.
@@ -60,12 +59,10 @@ class Tier(Enum):
 
     @property
     def in_files(self) -> bool:
-        """Whether its bytes are pages of files."""
         return _SPECS[self].in_files
 
     @property
     def through(self) -> Tier | None:
-        """The tier through which all others reach it; None for host memory."""
         return _SPECS[self].through
 
     __hash__ = object.__hash__  # Enum's own is Python, and tiers are keys for every tile that moves
@@ -84,10 +81,8 @@ _SPECS = {
         "NVMe",
         through=Tier.CPU,
         in_files=True,
-        ways=(
-            Direction("nvme write", "nvme_write", usual=2e9),
-            Direction("nvme read", "nvme_read", usual=3e9),
-        ),  # a fast drive
+        # A fast drive.
+        ways=(Direction("nvme write", "nvme_write", usual=2e9), Direction("nvme read", "nvme_read", usual=3e9)),
         figures=("nvme_bytes", "nvme_read", "nvme_write"),
     ),
 }
@@ -193,7 +188,7 @@ class MemoryBudget:
         if self.durable and self.nvme_path is None:
             raise ValueError("MemoryBudget(durable=True) needs nvme_path=, the directory for the store")
         for tier in FILED:
-            if self.path_of(tier) is None and (self.bytes_of(tier) or 0) > 0:
+            if not self.paths_of(tier) and (self.bytes_of(tier) or 0) > 0:
                 raise ValueError(
                     f"MemoryBudget({tier.value}={getattr(self, tier.value)!r}) needs {tier.value}_path=, the directory "
                     "for the spill file"
@@ -203,11 +198,6 @@ class MemoryBudget:
         """The declared bytes of ``tier``; None where they were left out."""
         size = getattr(self, tier.value)
         return None if size is None else parse_bytes(size)
-
-    def path_of(self, tier: Tier) -> str | Path | None:
-        """The directory for the file of ``tier``, the first one of several; None where there is no such tier."""
-        paths = self.paths_of(tier)
-        return paths[0] if paths else None
 
     def paths_of(self, tier: Tier) -> tuple[str | Path, ...]:
         """The directories over which the file of ``tier`` is striped; none where there is no such tier."""

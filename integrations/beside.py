@@ -63,7 +63,7 @@ def budget_for(config: GeminiConfig, number: int) -> SharedBudget:
     its size: it leaves them their share of host memory, and with a drive a quarter, for all that is staged there.
     """
     own, frozen = _bytes_per_param(config)
-    share = 1 / 4 if config.memory.path_of(DRIVE) is not None else number * frozen / (own + number * frozen)
+    share = 1 / 4 if config.memory.paths_of(DRIVE) else number * frozen / (own + number * frozen)
     memory = SharedBudget.of(config.memory, later=int(share * _host_bytes(config)))
     memory.pool.at_once = True
     return memory
@@ -90,5 +90,5 @@ def _lowest(frozen: Sequence[nn.Module], trained: nn.Module, config: GeminiConfi
     )
     chosen = [num_bytes <= MARGIN * _host_bytes(config)]
     broadcast_object_list(chosen)  # what is free differs from rank to rank
-    has_drive = config.memory.path_of(DRIVE) is not None
+    has_drive = bool(config.memory.paths_of(DRIVE))
     return StaticPlacement(weights_on_nvme=0.0 if chosen[0] or not has_drive else 1.0)

@@ -39,8 +39,7 @@ class Committed(NamedTuple):
 
 def store_of(config: GeminiConfig | None) -> Path | None:
     """Where a run with this config has its store, if it has one."""
-    path = config.memory.path_of(DRIVE) if config is not None and config.memory.durable else None
-    return None if path is None else Path(path)
+    return Path(config.memory.paths_of(DRIVE)[0]) if config is not None and config.memory.durable else None
 
 
 # ---- committing --------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class Faults:
             self.phases.append(self.phase)
             if self.calls == self.chosen:
                 if kind == "torn write":
-                    queue, fd, address, nbytes, offset = args
-                    queue.wait(real(queue, fd, address, max(4096, nbytes // 8192 * 4096), offset))
+                    queue, fd, address, nbytes, offset, urgent = args
+                    queue.wait(real(queue, fd, address, max(4096, nbytes // 8192 * 4096), offset, urgent))
                 raise error()
             return real(*args, **kwargs)
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from memory_cases import MASTER, World
 
-from benchmarks._progress import PATIENCE
 from gemini import waiting
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import make_plane
@@ -160,7 +159,7 @@ def test_a_fetch_ahead_is_taken_while_its_copy_is_under_way(make_world: Callable
     world.manager.acquire(first)
     world.manager.look_ahead()
     assert second.use is Use.FETCHING and third.use is Use.FREE
-    second.arriving.wait(PATIENCE)
+    second.arriving.wait()
     assert not second.fetched.is_complete(), "the worker is done with it nevertheless"
     world.manager.acquire(second)
     assert second.use is Use.COMPUTE and [copy.on_host for copy in copies(world)] == [0, 0]
@@ -180,7 +179,7 @@ def test_a_fetch_that_is_called_back_gives_its_window_back_behind_the_copy(make_
     world.manager.acquire(world.chunks[0])
     world.manager.look_ahead()
     called_back = world.chunks[1]
-    called_back.arriving.wait(PATIENCE)
+    called_back.arriving.wait()
     world.manager.drop([called_back])
     copy = copies(world)[1]
     assert called_back.use is Use.FREE and copy.on_device == 1 and copy.on_host == 0
@@ -196,7 +195,7 @@ def test_a_copy_whose_failure_is_seen_is_tried_again(make_world: Callable[..., W
         world.manager.acquire(world.chunks[0])
         copies(world)[0].happen()
         world.manager.look_ahead()
-        chunk.arriving.wait(PATIENCE)
+        chunk.arriving.wait()
 
     def seen(self: Late) -> None:
         self.wait()

@@ -540,8 +540,9 @@ def test_a_lost_end_of_a_wait_costs_one_step() -> None:
 
 def test_waits_are_known_whether_somebody_records_or_not() -> None:
     clock = Clock()
-    watch = watch_by(clock)
-    mover = Mover(CpuDevice(), 1024, Ledger({Tier.CPU: 2**20}), watch=watch)
+    mover = Mover(CpuDevice(), 1024, Ledger({Tier.CPU: 2**20}))
+    watch = mover.watch
+    watch.clock = clock
     for recorder in (None, recorder_by(clock)):
         watch.recorder = recorder
         if recorder is not None:

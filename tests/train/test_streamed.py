@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import gemini
-from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.devices.device import Event
@@ -371,7 +370,7 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
     monkeypatch.setattr(world.device, "mark", mark)
     model(**BATCHES[0]).loss.backward()
     first, *others = world.updates_in_flight
-    first.wait(PATIENCE)
+    first.wait()
     assert others and not any(job.is_complete() for job in others)
     for event in marks[1:]:
         event.finish()

@@ -99,7 +99,7 @@ def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkey
     world = world_of(model)
     job = world.updates_in_flight[0]
     with pytest.raises(MemoryError):
-        job.wait(PATIENCE)
+        job.wait()
     with pytest.raises(GeminiError, match="MemoryError"):
         optimizer.step()
     with pytest.raises(MemoryError):

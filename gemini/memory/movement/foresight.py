@@ -24,6 +24,8 @@ from gemini.planning.trace import Access
 LOOK_AHEAD = 64
 """Moments that a chunk's access may be early or late by before the schedule counts as lost."""
 
+Outlook = tuple[int | None, bool]
+
 
 class Schedule:
     """One step's accesses with their moves, and a place in it. A *moment* is an index into the accesses."""
@@ -46,8 +48,8 @@ class Schedule:
         self._fetches: set[tuple[int, int]] = set()
         # None: not in this step. -1: in it, before the first moment.
         self._at: int | None = None
-        self._known: dict[tuple[int, bool], tuple[int | None, bool]] = {}
-        """Answers of :meth:`outlook` in this step: each is right until the moment that it names has come."""
+        # Answers in this step: each is right until the moment that it names has come.
+        self._known: dict[tuple[int, bool], tuple[int, bool]] = {}
         self.num_deviations = 0
         # In the order of moments, so that `upcoming` can search.
         self._planned: list[tuple[int, int]] = []
@@ -81,20 +83,10 @@ class Schedule:
         else:
             self._at = start
 
-    def outlook(self, index: int, *, done: bool = False, reader: int | None = None) -> tuple[int | None, bool]:
-        """The moment of the next use (of the next step's, counted on), and whether the plan keeps it until then.
-
-        Args:
-            done: all its gradients have arrived, which ends a stretch of moments that read it.
-            reader: the chunk that is about to be read: the answer is as of the moment before.
+    def _outlook(self, index: int, done: bool, at: int) -> tuple[int, bool]:
+        """The moment of the next use after ``at`` (of the next step's, counted on), and whether the plan keeps it until
+        then. ``done``: all its gradients have arrived, which ends a stretch of moments that read it.
         """
-        if self._at is None or not self._starts:
-            return None, False
-        at = self._at
-        if reader is not None and (at < 0 or reader not in self._needs[at]):
-            start = self._next_start(reader, at)
-            # As of the moment before the one that reads it: at its own moment everything in it would count as read now.
-            at = at if start is None or start - at > LOOK_AHEAD else start - 1
         following = at + 1
         in_both = 0 < following < len(self._needs) and index in self._needs[at] & self._needs[following]
         if in_both and not done:
@@ -109,18 +101,22 @@ class Schedule:
         first = self._starts[index][0]
         return len(self._needs) + first, (index, first) not in self._fetches
 
-    def outlooks(self, asked: Sequence[tuple[int, bool]], reader: int | None = None) -> list[tuple[int | None, bool]]:
-        """:meth:`outlook` of many chunks, (index, done) each."""
+    def outlooks(self, asked: Sequence[tuple[int, bool]], reader: int | None = None) -> Sequence[Outlook]:
+        """As :meth:`Foresight.outlooks`."""
         at = self._at
-        if reader is not None or at is None:
-            return [self.outlook(index, done=done, reader=reader) for index, done in asked]
-        found = []
+        if at is None or not self._starts:
+            return [(None, False)] * len(asked)
+        if reader is not None and (at < 0 or reader not in self._needs[at]):
+            start = self._next_start(reader, at)
+            # As of the moment before the one that reads it: at its own moment everything in it would count as read now.
+            at = at if start is None or start - at > LOOK_AHEAD else start - 1
+        if reader is not None:
+            return [self._outlook(index, done, at) for index, done in asked]
         for key in asked:
             known = self._known.get(key)
-            if known is None or known[0] is None or known[0] <= at:
-                known = self._known[key] = self.outlook(key[0], done=key[1])
-            found.append(known)
-        return found
+            if known is None or known[0] <= at:
+                self._known[key] = self._outlook(*key, at)
+        return [self._known[key] for key in asked]
 
     def upcoming(self) -> Sequence[tuple[int, int]]:
         """The fetches planned from here on: (moment, chunk). Between two steps: those of the next one."""
@@ -134,15 +130,11 @@ class Schedule:
         return self._at
 
     def script(self, there: Collection[int], completed: Mapping[int, int]) -> Script:
-        """The script of what ranks that make this step together gather and reduce
-        (:func:`gemini.planning.script.make_script`).
-        """
+        """The script of what ranks that make this step together gather and reduce."""
         return make_script(self._needs, self._let_go, there, completed)
 
     def _next_start(self, index: int, at: int) -> int | None:
-        """The moment after ``at`` at which a stretch of reading a chunk begins; None if it is not read again in this
-        step.
-        """
+        """The moment after ``at`` at which a stretch of reading a chunk begins, if it is read again in this step."""
         starts = self._starts.get(index, [])
         after = bisect_right(starts, at)
         return starts[after] if after < len(starts) else None
@@ -270,12 +262,9 @@ class Foresight:
         schedule = self._course.schedule
         return () if schedule is None else schedule.upcoming()
 
-    def outlooks(self, asked: Sequence[tuple[int, bool]], reader: int | None = None) -> list[tuple[int | None, bool]]:
+    def outlooks(self, asked: Sequence[tuple[int, bool]], reader: int | None = None) -> Sequence[Outlook]:
         """When chunks, given as (index, whether all its gradients have arrived), are needed next, None if that is not
-        known, and whether the plan keeps them until then.
-
-        Args:
-            reader: the chunk that is about to be read.
+        known, and whether the plan keeps them until then. ``reader``: the chunk that is about to be read.
         """
         schedule = self._course.schedule
         return [(None, False)] * len(asked) if schedule is None else schedule.outlooks(asked, reader)

@@ -65,21 +65,12 @@ class _ThreadWork(threading.local):
 class Mover:
     """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
 
-    def __init__(
-        self,
-        device: Device,
-        tile: int,
-        ledger: Ledger,
-        *,
-        device_tile: int = 0,
-        rule: RuleSpec = ADAM,
-        watch: Watch | None = None,
-    ):
+    def __init__(self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0, rule: RuleSpec = ADAM):
         self.device = device
         self.tile = tile
         on_host, on_device = [ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU)]
         self.staging = Staging(device, tile, ledger, on_host, device_tile=device_tile, on_device=on_device, rule=rule)
-        self.watch = Watch() if watch is None else watch
+        self.watch = Watch()
         self.about = self.watch.about
         self.one_at_a_time = threading.Lock()
         """For updates of whole params: budgets have room for the temporaries of one."""

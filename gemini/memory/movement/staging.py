@@ -75,9 +75,8 @@ class StagingSet:
         return len(self._scratch)
 
     def staged(self, kind: PlaneKind, dtype: torch.dtype, num_items: int) -> torch.Tensor:
-        """The first items of the area of ``kind``, as ``dtype``. Valid until it is asked again.
-
-        Waits for a copy out of it that is under way (:meth:`leaves`); how that ended is told to whoever began it.
+        """The first items of the area of ``kind``, as ``dtype``. Valid until it is asked again. Waits for a copy out of
+        it that is under way (:meth:`leaves`); how that ended is told to whoever began it.
         """
         # Taken out first: an event that is over must not be asked again, nor keep what was copied.
         leaving = self._leaving.pop(kind, None)
@@ -89,19 +88,14 @@ class StagingSet:
 
     def areas(self, planes: Mapping[PlaneKind, Plane], numel: int) -> dict[PlaneKind, torch.Tensor]:
         """Areas for so many elements of these planes, each as :meth:`staged`."""
-        num_items = {kind: plane.items(numel) for kind, plane in planes.items()}
-        return {kind: self.staged(kind, plane.dtype, num_items[kind]) for kind, plane in planes.items()}
+        return {kind: self.staged(kind, plane.dtype, plane.items(numel)) for kind, plane in planes.items()}
 
     def scratch(self, number: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first elements of area ``number``, as :meth:`staged`. It has room for a tile of fp32, whatever goes
-        through it.
-        """
+        """The first elements of area ``number``, as :meth:`staged`: it has room for a tile of fp32."""
         return self.staged(self._scratch[number], dtype, numel)
 
     def leaves(self, number: int, event: Event) -> None:
-        """A copy out of scratch area ``number`` was begun, which is over with ``event``. Told by the thread that the
-        set belongs to, before it asks for the area again.
-        """
+        """A copy out of scratch area ``number`` was begun, which is over with ``event``."""
         self._leaving[self._scratch[number]] = event
 
 
@@ -154,11 +148,7 @@ class Staging:
         return self._own
 
     def reserve(self) -> bool:
-        """Take the bytes of the training thread's set before its first use; whether they had not been taken.
-
-        Raises:
-            BudgetExceeded: if there is no room.
-        """
+        """Take the bytes of the training thread's set before its first use; whether they had not been taken."""
         if self.is_reserved:
             return False
         self._ledger.reserve(Tier.CPU, self.num_bytes, "staging")
@@ -175,19 +165,14 @@ class Staging:
         self._there.forget()
 
     def take(self) -> StagingSet | None:
-        """A set for a worker, while there is one left. Called where the lanes are made, by the training thread: who
-        comes first gets one.
-        """
-        slots = self._take(1)
-        return slots[0] if slots else None
+        """A set for a worker, while there is one left: who comes first gets one."""
+        return next(iter(self.take_slots(1)), None)
 
-    def take_slots(self) -> list[StagingSet]:
+    def take_slots(self, num_slots: int = SLOTS) -> list[StagingSet]:
         """A set for a worker, cut into slots of smaller tiles (one, where a tile is a whole param); none if no set is
         left.
         """
-        return self._take(1 if self._rule.whole else SLOTS)
-
-    def _take(self, num_slots: int) -> list[StagingSet]:
+        num_slots = 1 if self._rule.whole else num_slots
         if self._num_left == 0:
             return []
         self._num_left -= 1

@@ -56,8 +56,8 @@ class Job(Event):
         self.run = _nothing
         super().finish(error)
 
-    def wait(self, timeout: float = float("inf")) -> None:
-        """Block until the job is over: as long as it takes while anything goes on, whatever ``timeout`` is.
+    def wait(self) -> None:
+        """Block until the job is over: as long as it takes while anything goes on.
 
         Raises:
             GeminiError: if its thread is gone, or nothing goes on; else whatever the job raised.
@@ -67,7 +67,7 @@ class Job(Event):
             # The error itself and not one around it: callers tell a full disk from a fault.
             raise self._error
 
-    def wait_until_over(self, timeout: float = float("inf")) -> None:
+    def wait_until_over(self) -> None:
         """:meth:`wait` without what the job raised, which then keeps none of the caller's frames.
 
         Raises:

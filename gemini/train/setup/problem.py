@@ -143,7 +143,7 @@ def prepare(
         for name in names
     }
     # The paths may differ between machines: only whether there is one is compared.
-    paths = {f"{tier.value}_path": config.memory.path_of(tier) is not None for tier in FILED}
+    paths = {f"{tier.value}_path": bool(config.memory.paths_of(tier)) for tier in FILED}
     memory = {
         f.name: getattr(config.memory, f.name) for f in fields(config.memory) if f.compare and f.name not in paths
     }
