@@ -37,7 +37,7 @@ from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
 from gemini.train.checkpoint.durable import open_store
-from gemini.train.checkpoint.plain_data import decode
+from gemini.train.checkpoint.format import decode
 
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
 

@@ -33,8 +33,7 @@ from gemini.memory.movement.mover import tiles
 from gemini.memory.nvme import striped_bytes, stripes
 from gemini.planning.planes import GRADS
 from gemini.ranks.agree import Handshake
-from gemini.train.checkpoint.format import VALUES, Manifest, manifest_of
-from gemini.train.checkpoint.plain_data import decode
+from gemini.train.checkpoint.format import VALUES, Manifest, decode, manifest_of
 from gemini.train.checkpoint.tensor_file import (
     STORED_DTYPES,
     TensorFile,
@@ -222,9 +221,8 @@ class SlotReader(TensorFile):
             if there < wanted:
                 raise StorageError(f"{file} is cut short: it has {there} bytes of {wanted}. Use a checkpoint")
 
-    def checksums(self, name: str, piece: int) -> Iterator[int]:
-        """None: those of a record are compared here, once each. They are of what was written at once, of one tensor or
-        several.
+    def check(self, name: str, piece: int, sums: Sequence[int]) -> None:
+        """Compare the sums of the record, once each: they are of what was written at once, of one tensor or several.
 
         Raises:
             StorageError: if something that the tensor lies in is not what was written.
@@ -235,7 +233,6 @@ class SlotReader(TensorFile):
             if (plane, run.first) not in self._whole:
                 self._compare(plane, run)
                 self._whole.add((plane, run.first))
-        return iter(())
 
     def damage(self) -> Iterator[str]:
         """Find what of the committed slots is not as it was written, in words."""

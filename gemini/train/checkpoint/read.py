@@ -28,8 +28,7 @@ from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
 from gemini.ranks.agree import Handshake
-from gemini.train.checkpoint.format import ALL_OF_MODEL, VALUES, Manifest, SavedParam, compare_sums
-from gemini.train.checkpoint.plain_data import decode
+from gemini.train.checkpoint.format import ALL_OF_MODEL, VALUES, Manifest, SavedParam, decode
 from gemini.train.checkpoint.states import (
     check_groups,
     check_plain_states,
@@ -178,7 +177,7 @@ class Reader:
             StorageError: naming the file and tensor that is not what was written.
         """
         for file, name, entry in self._entries[rank::size]:
-            compare_sums(file, name, self._piece, entry)
+            file.check(name, self._piece, entry.sums)
 
     def read(self, observers: WriteObservers) -> None:
         """Overwrite what this rank keeps, range by range."""

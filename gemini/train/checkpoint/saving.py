@@ -23,9 +23,17 @@ from gemini.planning.planes import ADAM
 from gemini.ranks.agree import Attempt, Handshake
 from gemini.ranks.agreement import Point
 from gemini.replacing import find, place_of
-from gemini.train.checkpoint import format as checkpoint_format
 from gemini.train.checkpoint.durable import StoreHome, open_store
-from gemini.train.checkpoint.plain_data import encode
+from gemini.train.checkpoint.format import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    check_target,
+    encode,
+    open_files,
+    read_manifest,
+    read_values,
+)
 from gemini.train.checkpoint.read import Reader, Rest
 from gemini.train.checkpoint.saver import PendingCheckpoint, pending_in, write_now
 from gemini.train.checkpoint.states import (
@@ -116,7 +124,7 @@ def _save(
         for before in pending_in(engine.write_observers):
             before.end(engine.write_observers)
         if not commits:
-            checkpoint_format.check_target(final, directory)
+            check_target(final, directory)
         # Before it is asked for gradients: those of a backward that broke off do not count.
         engine.recovery.forget_interrupted()
         engine.state.check_whole()
@@ -194,13 +202,13 @@ def _load(
         for pending in pending_in(engine.write_observers):
             pending.join()
         path = find(place_of(directory))
-        if is_store(path) and not (path / checkpoint_format.MANIFEST).exists():
+        if is_store(path) and not (path / MANIFEST).exists():
             using.enter_context(reading(path, engine.store.durable))
             _, manifest, opened, values = open_store(path)
         else:
-            manifest = checkpoint_format.read_manifest(path)
-            opened = checkpoint_format.open_files(path, manifest)
-            values = checkpoint_format.read_values(manifest, opened)
+            manifest = read_manifest(path)
+            opened = open_files(path, manifest)
+            values = read_values(manifest, opened)
         rest = Rest(path, manifest, values, engine, model, optimizer, scheduler)
         engine.recovery.forget_interrupted()
         # An update that broke off is no matter any more: all it would have written is overwritten.
@@ -235,8 +243,8 @@ def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: An
     tensors: list[torch.Tensor] = []
     rule = engine.stepping.rule.spec
     manifest = {
-        "format": checkpoint_format.FORMAT,
-        "version": checkpoint_format.VERSION,
+        "format": FORMAT,
+        "version": VERSION,
         "precision": engine.config.precision,
         "piece": engine.store.mover.tile,
         "params": part.params,

@@ -133,11 +133,6 @@ def with_unsaid(path: Path, model: nn.Module, here: dict[str, Any], saved: dict[
     return {**unsaid, **others, **saved}
 
 
-def form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
-    """The form that two values must share, so that one can take the place of the other in a model's state."""
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
-
-
 def rng_states(*, of_gpus: bool = True) -> dict[str, Any]:
     """The random states of this process: Python's, torch's, numpy's if it is loaded."""
     # A tensor in place of 625 numbers: it goes to the file of values.

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
@@ -139,15 +139,18 @@ class TensorFile:
         with opened(self.path) as file:
             self._read(file, name, start, into)
 
-    def checksums(self, name: str, piece: int) -> Iterator[int]:
-        """The CRC-32 of each run of ``piece`` elements of a tensor."""
+    def check(self, name: str, piece: int, sums: Sequence[int]) -> None:
+        """Compare the CRC-32 of each run of ``piece`` elements of a tensor. Raises StorageError if one is another."""
         spec = self.specs[name]
         buffer = torch.empty(min(piece, spec.numel), dtype=spec.dtype, device="cpu")
         with opened(self.path) as file:
-            for start in range(0, spec.numel, piece):
+            for start, wanted in zip(range(0, spec.numel, piece), sums, strict=True):
                 part = buffer[: min(piece, spec.numel - start)]
                 self._read(file, name, start, part)
-                yield zlib.crc32(bytes_of(part))
+                if zlib.crc32(bytes_of(part)) != wanted:
+                    raise StorageError(
+                        f"{self.path} is damaged: {name!r} is not what was written. Use an older checkpoint"
+                    )
 
     def whole(self, name: str) -> torch.Tensor:
         """A small tensor at once."""

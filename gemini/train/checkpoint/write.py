@@ -22,8 +22,7 @@ from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import in_pages
 from gemini.planning.planes import GRADS, PlaneKind
 from gemini.ranks.agree import Handshake
-from gemini.train.checkpoint.format import VALUES, check_target, key_in_file, whole_shape, write_manifest
-from gemini.train.checkpoint.plain_data import encode
+from gemini.train.checkpoint.format import VALUES, check_target, encode, key_in_file, whole_shape, write_manifest
 from gemini.train.checkpoint.tensor_file import TensorFileWriter, TensorSpec
 from gemini.train.params.handle import ParamHandle
 
