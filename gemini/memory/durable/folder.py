@@ -17,19 +17,7 @@ resumed run loads.
 A *record* is the one place that says which slots of a store hold a whole step. A rank writes the one of its two files
 that does not hold its last commit, after everything that the record names has reached the drive. A record is good if it
 is whole, which its checksum tells; one that was torn by a power cut is none, and the other one is there.
-``docs/reference/durable-format.md`` has the same as a table of bytes.
-
-    offset  bytes  what
-    0       8      b"GEMINI\\x00C"
-    8       4      version of the format, little-endian as all numbers
-    12      4      CRC-32 of all that follows
-    16      8      sequence number of the commit
-    24      8      J, bytes of the text
-    32      8      T, bytes of the tensors
-    40      J      text: JSON, compressed by zlib
-    40 + J  T      tensors, one after the other; the text has their dtypes and shapes
-
-What follows a record in its file is what a longer one before it has left.
+``docs/reference/durable-format.md`` has a table of its bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +38,7 @@ from typing import Any, NamedTuple
 
 from gemini import replacing
 from gemini.errors import StorageError, of_storage
-from gemini.memory.durable.slots import Runs, SlotFile, barrier
+from gemini.memory.durable.slots import Runs, SlotFile
 from gemini.memory.nvme import striped_bytes
 
 _STORE = re.compile(r"store-(\d{4,9})")
@@ -113,16 +101,15 @@ def common_records(store: Path) -> list[CommitRecord]:
     Raises:
         StorageError: if there is none.
     """
-    first = _records_of(store, 0)
-    if not first:
+    ranks = [{record.sequence: record for record in _records_of(store, 0).values()}]
+    if not ranks[0]:
         raise StorageError(
             f"{store} has no commit: its run ended before the first one, or its records were damaged. Start anew, or "
             "load a checkpoint"
         )
-    ranks = [{record.sequence: record for record in first}]
-    size = max(record.text["ranks"] for record in first)
+    size = max(record.text["ranks"] for record in ranks[0].values())
     for rank in range(1, size):
-        ranks.append({record.sequence: record for record in _records_of(store, rank)})
+        ranks.append({record.sequence: record for record in _records_of(store, rank).values()})
     if missing := [rank for rank, found in enumerate(ranks) if not found]:
         raise StorageError(
             f"{store} is of {size} ranks, and there is no commit of rank {missing[0]} here: ranks on several machines "
@@ -215,35 +202,36 @@ class StoreFolder:
     def _open(self, sizes: Mapping[str, int], smallest: Smallest) -> None:
         found = stores(self.directory)
         last = _number(found[-1]) if found else 0
-        alike = bool(found) and self._is_alike(found[-1], sizes)
-        own = _records_of(found[-1], self.rank) if alike else []
+        own = self._own_records(found[-1], sizes) if found else {}
         # The newest commit that all ranks have: the last one of whoever has least.
-        newest = max((record.sequence for record in own), default=-1)
+        newest = max((record.sequence for record in own.values()), default=-1)
         # One message for all of it. The smallest of `last` and of `-last` are equal only if all ranks see the same.
-        said = smallest([last, -last, int(alike), newest])
-        if said[0] != -said[1]:
+        first, negative, alike, common = smallest([last, -last, int(bool(own)), newest])
+        if first != -negative:
             raise StorageError(
                 f"{self.directory}: the ranks see different stores in it: give all of them the same folder"
             )
-        taken = next((record for record in own if record.sequence == said[3]), None) if said[2] else None
+        taken = next((place for place in own if alike and own[place].sequence == common), None)
         whole = smallest([0 if taken is None else 1])[0]  # on all ranks or on none
-        self.folder = self.directory / f"store-{last if said[2] else last + 1:04d}"
-        if self.rank == 0:
-            for store in found if not said[2] else ():  # left by runs that ended before their first commit
+        self.folder = self.directory / f"store-{last if alike else last + 1:04d}"
+        if self.rank == 0 and not alike:
+            for store in found:  # left by runs that ended before their first commit
                 if not any(record_path(store, 0, place).exists() for place in (0, 1)):
                     remove_store(store)
         # Above every record that is there, also of commits that are given up: a number must never say two things.
-        self.highest = max((record.sequence for record in own), default=0)
-        self._place = 0  # which of the two record files is written next
-        self.committed: CommitRecord | None = None
-        """The commit that the slots of this rank hold."""
+        self.highest = max(newest, 0)
         with of_storage(f"{self.folder} cannot be made"):
             self.folder.mkdir(exist_ok=True)
             # A record in a folder whose name is not on the drive would be lost with it.
             replacing.sync(self.directory)
         self.slots = SlotFile(self._link(), sizes)
+        self._place = 0
+        """Which of the two record files is written next."""
         if taken is not None and whole:
-            self._take(taken)
+            # The other file: this record is the commit to come back to.
+            self._place = 1 - taken
+            for name, pair in self.slots.pairs.items():
+                pair.take_committed(runs_of(own[taken].text["runs"][name]))
 
     def _paths(self, store: Path) -> list[Path]:
         """The files of this rank's slots in a store, on each drive one."""
@@ -275,35 +263,23 @@ class StoreFolder:
                     link.symlink_to(path)
         return paths
 
-    def _is_alike(self, store: Path, sizes: Mapping[str, int]) -> bool:
-        """Whether the slots of a store are those that are wanted."""
+    def _own_records(self, store: Path, sizes: Mapping[str, int]) -> dict[int, CommitRecord]:
+        """The records of this rank in a store, by the place of their files; none if its slots are not as wanted."""
         found = _records_of(store, self.rank)
-        if not found:
-            return False
-        said = max(found).text
         paths, there = self._paths(store), slots_paths(store, self.rank)
-        if [os.path.realpath(path) for path in there] != [os.path.realpath(path) for path in paths]:
-            return False
+        if not found or [os.path.realpath(path) for path in there] != [os.path.realpath(path) for path in paths]:
+            return {}
         for drive, path in enumerate(paths):
             num_bytes = striped_bytes(2 * sum(sizes.values()), drive, len(paths))
             if not (path.is_file() and path.stat().st_size == num_bytes):
-                return False
+                return {}
+        said = max(found.values()).text
         try:
             layout = read_layout(store, self.rank, said["layout"])
-            return said["ranks"] == self.ranks and layout["sizes"] == [[*item] for item in sizes.items()]
         except StorageError:
-            return False
-
-    def _take(self, record: CommitRecord) -> None:
-        """Take what an earlier run has committed, as a record says."""
-        for place in (0, 1):
-            found = read_record(record_path(self.folder, self.rank, place))
-            if found is not None and found.sequence == record.sequence:
-                # The next record goes to the other file: this one is the commit to come back to.
-                self._place = 1 - place
-        for name, pair in self.slots.pairs.items():
-            pair.take_committed(runs_of(record.text["runs"][name]))
-        self.committed = record
+            return {}
+        alike = said["ranks"] == self.ranks and layout["sizes"] == [[*item] for item in sizes.items()]
+        return found if alike else {}
 
     def write_layout(self, layout: Any) -> int:
         """Write what lies where in the slots to the drive; returns its checksum, which the next records name."""
@@ -321,19 +297,14 @@ class StoreFolder:
         :meth:`committed_by_all`.
 
         Raises:
-            StorageError: nothing can be written any more, so that this commit and the one before both stay whole.
+            StorageError: it may be on the drive or not, so this commit and the one before must both stay whole.
         """
-        try:
-            write_record(record_path(self.folder, self.rank, self._place), record)
-            # The first record makes its file: its name must be on the drive as well, and those of slots.
-            with of_storage(f"could not write {self.folder}"):
-                for folder in {self.folder, *(path.parent for path in self._paths(self.folder))}:
-                    replacing.sync(folder)
-        except StorageError as e:
-            # It may have reached the drive: slots of both commits must stay as they are.
-            self.slots.refuse_writes(e)
-            raise
-        self.highest, self.committed = record.sequence, record
+        write_record(record_path(self.folder, self.rank, self._place), record)
+        # The first record makes its file: its name must be on the drive as well, and those of slots.
+        with of_storage(f"could not write {self.folder}"):
+            for folder in {self.folder, *(path.parent for path in self._paths(self.folder))}:
+                replacing.sync(folder)
+        self.highest = record.sequence
 
     def committed_by_all(self, runs: Mapping[str, Runs]) -> None:
         """Every rank has written its record: the slots of the commit before are free, and older stores are gone."""
@@ -422,10 +393,10 @@ def _name_in(lock: int) -> str:
     return os.pread(lock, 200, 0).decode(errors="replace").strip() or "a process that is not known"
 
 
-def _records_of(store: Path, rank: int) -> list[CommitRecord]:
-    """The records of a rank that are whole, of its two files."""
-    found = [read_record(record_path(store, rank, place)) for place in (0, 1)]
-    return [record for record in found if record is not None]
+def _records_of(store: Path, rank: int) -> dict[int, CommitRecord]:
+    """The records of a rank that are whole, by the places of its two files."""
+    found = {place: read_record(record_path(store, rank, place)) for place in (0, 1)}
+    return {place: record for place, record in found.items() if record is not None}
 
 
 def stores(directory: Path) -> list[Path]:
@@ -480,7 +451,7 @@ def write_record(path: Path, record: CommitRecord) -> None:
             # `pwrite` may write less than it is given.
             while done < len(data):
                 done += os.pwrite(fd, data[done:], done)
-            barrier(fd)
+            os.fdatasync(fd)
         finally:
             os.close(fd)
 

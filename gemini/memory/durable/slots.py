@@ -176,10 +176,6 @@ class SlotPair:
                 self._keep_sum(slot, page, count, crc)
             page += count
 
-    def restore(self) -> None:
-        """The content is what was committed last."""
-        self._now[:] = self._committed
-
     # ---- writes that may be undone ------------------------------------------------------------------------------
 
     @property
@@ -233,7 +229,7 @@ class NamedFile(SpillFile):
     def sync(self) -> None:
         """As :meth:`SlotFile.sync`, of this file."""
         try:
-            barrier(self._fd)
+            os.fdatasync(self._fd)
         except OSError as e:
             raise self.failed("write out", self.num_bytes, 0, e) from e
 
@@ -283,11 +279,6 @@ class SlotFile(StripedFile):
 def slot_name(kind: str, index: int) -> str:
     """The name of the slots of a plane of a chunk."""
     return f"{kind}/{index}"
-
-
-def barrier(fd: int) -> None:
-    """Wait until what was written to a file before is on the drive."""
-    os.fdatasync(fd)
 
 
 def pages_of(runs: Runs) -> bytes:
