@@ -70,21 +70,15 @@ class Meter(TorchDispatchMode):
         products: how often products of each shape (batch, m, n, k) ran since then.
         attention: of the fused attention since then.
         read: indices of the params that operations read or wrote since the last :meth:`take`.
+        begin_work: called before each operation that does work, and may cut there.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        run: Callable[[Any, Any, Any], Any] | None = None,
-        begin_work: Callable[[], None] = lambda: None,
-    ):
-        """``run`` runs an operation, if it is not simply called; ``begin_work`` is called before each that does work,
-        and may cut there.
-        """
+    def __init__(self, target: Target, run: Callable[[Any, Any, Any], Any] | None = None):
+        """``run`` runs an operation, if it is not simply called."""
         super().__init__()
         self._target = target
         self._run = run
-        self._begin_work = begin_work
+        self.begin_work: Callable[[], None] = lambda: None
         self._sizes: dict[int, int] = {}
         self._guards: dict[int, weakref.ref[Any]] = {}
         self._param_of: dict[int, list[tuple[int, int, int]]] = {}  # by storage: first and last element, index
@@ -185,7 +179,7 @@ class Meter(TorchDispatchMode):
         if works is None:
             works = self._kinds[func] = not (getattr(func, "is_view", False) or func in _NO_WORK)
         if works:
-            self._begin_work()
+            self.begin_work()
         out = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
         results = tensors_in(out)
         for tensor in results:

@@ -215,7 +215,8 @@ class Observer:
 
     def make_meter(self, run: Callable[[Any, Any, Any], Any] | None = None) -> Meter:
         """A meter that knows this model's params and buffers. It counts while it is entered."""
-        meter = Meter(self.target, run, self._notice_backward)
+        meter = Meter(self.target, run)
+        meter.begin_work = self._notice_backward
         for index, param in enumerate(self._params):
             handle = handle_of(param)
             meter.know_param(index, param if handle is None else handle.view)
