@@ -206,7 +206,7 @@ WORDS = {
     "folder": "{doing} was called with another {fact} on rank {other_rank} than on rank {rank}: {against}. Give all "
     "ranks the same (a name with the time in it differs: let one rank choose it)",
     "batch": "{doing} of rank {other_rank} has another {fact} than that of rank {rank} ({against}): ranks that differ "
-    "in tp or pp alone compute with the same batch. Give the sampler rank, world = gemini.data_rank(mesh)",
+    "in tp, pp or cp alone compute with the same batch. Give the sampler rank, world = gemini.data_rank(mesh)",
 }
 """How an error says that two ranks differ in a fact; ``against`` is both values in few words."""
 

@@ -8,6 +8,7 @@ groups are made beside the user's, so that messages of the user and of Gemini ne
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -131,7 +132,7 @@ class Ranks:
         replicas: among the ranks that hold the same shard of what is no expert.
         copies: among those that hold the same shard of everything.
         everyone: among all ranks with the same params: those of the model, or of this slice of it. Ranks with other
-            experts are among them.
+            experts are among them. The first one writes what only one may write.
         alike: the same without these.
         job: among all ranks of the mesh; the same as ``everyone`` where no other dim slices the model.
         same_batch: among the slices that compute with this rank's batch (``tp``).
@@ -179,19 +180,9 @@ class Ranks:
         return self.replicas.size
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank writes what only one of those with the same params may write."""
-        return self.everyone.rank == 0
-
-    @property
     def is_one_model(self) -> bool:
         """Whether all ranks of the job together have one model, of which it is known what each of them has."""
         return self.writers is self.job
-
-    @property
-    def part_rank(self) -> int:
-        """Which of the parts of a model that Gemini has cut this rank has; 0 of a model that is whole."""
-        return self.parts.rank
 
     @property
     def writes_uncut(self) -> bool:
@@ -201,14 +192,9 @@ class Ranks:
         return self.parts.size == 1 or self.same_batch.rank == 0
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank writes params at all: of replicas that have the same ones, the first one does."""
-        return self.copies.rank == 0
-
-    @property
     def reads_parts(self) -> bool:
         """Whether this rank reads what it has of a model in parts, for an export; the others with the same serve it."""
-        return self.wire.rank == 0 if self.experts.size > 1 else self.is_first
+        return (self.wire if self.experts.size > 1 else self.everyone).rank == 0
 
     @property
     def is_cut(self) -> bool:
@@ -256,14 +242,12 @@ class Ranks:
         if self.is_one_model or self.are_alone:
             return
         texts = self.job.exchange_texts(json.dumps([folder, self.slice_]), f"comparing the folders of {doing}")
-        slices: dict[str, set[str]] = {}
-        for other, slice_ in map(json.loads, texts):
-            slices.setdefault(other, set()).add(slice_)
-        for other, found in slices.items():
-            if len(found) > 1:
+        said = sorted({(other, slice_) for other, slice_ in map(json.loads, texts)})
+        for (other, slice_), (following, next_slice) in itertools.pairwise(said):
+            if other == following:
                 raise ValueError(
-                    f"{doing}({other!r}) was asked for by slices {' and '.join(sorted(found))} of the model, which "
-                    "would overwrite each other: give each slice a folder of its own"
+                    f"{doing}({other!r}) was asked for by slices {slice_} and {next_slice} of the model, which would "
+                    "overwrite each other: give each slice a folder of its own"
                 )
 
     def smallest(self, values: list[int]) -> list[int]:
@@ -320,8 +304,10 @@ def join(
             raise ValueError("give GeminiDDP a process_group or a mesh, not both")
         return _of_mesh(mesh, cuda=cuda, in_parts=in_parts)
     if process_group is None:
-        if not dist.is_initialized() and not _start_default(cuda=cuda):
-            return alone()
+        if not dist.is_initialized():
+            if launch.num_processes() == 1:
+                return alone()
+            start_group(dist.default_pg_timeout, cuda=cuda)
         process_group = dist.group.WORLD
         assert process_group is not None
     ranks = dist.get_process_group_ranks(process_group)
@@ -342,14 +328,6 @@ def _of_one_group(wire: Wire, local_size: int) -> Ranks:
     """The ranks of ``wire``, who divide chunks and are all there is."""
     waiting = WaitingGroup(wire.global_ranks)
     return Ranks(wire=wire, everyone=wire, alike=wire, job=wire, writers=wire, waiting=waiting, local_size=local_size)
-
-
-def _start_default(*, cuda: bool) -> bool:
-    """Make the default process group of a process that torchrun has started, if there are others."""
-    if launch.num_processes() == 1 or not dist.is_available():
-        return False
-    start_group(dist.default_pg_timeout, cuda=cuda)
-    return True
 
 
 def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:

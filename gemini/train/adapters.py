@@ -56,7 +56,7 @@ class ManagedAdapters:
             "safe_serialization": safe_serialization,
             "selected_adapters": selected_adapters,
             "save_embedding_layers": save_embedding_layers,
-            "is_main_process": is_main_process and company.ranks.is_first,
+            "is_main_process": is_main_process and company.ranks.everyone.rank == 0,
         }
         # Prompt tuning calls its encoder to save what it gives.
         if not company.ranks.shares_params:

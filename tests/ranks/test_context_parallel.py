@@ -126,7 +126,7 @@ def test_what_is_agreed_on_while_a_rank_stands_in_attention() -> None:
 @pytest.mark.parametrize(
     ("wrong", "kind", "says"),
     [
-        ("batch", "RankMismatch", "rank 1 has a part of another batch than rank 0: another input"),
+        ("batch", "RankMismatch", "the part of a batch of rank 1 has another input than that of rank 0"),
         ("whole", "GeminiError", "was given a batch that is not cut"),
     ],
 )

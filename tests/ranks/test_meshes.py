@@ -319,7 +319,7 @@ def other_batches(along: str, folder: str) -> None:
     model(**gemini.sequence_batch(batch(Case(), mesh.get_local_rank(along)), mesh))
 
 
-@pytest.mark.parametrize(("along", "says"), [("cp", "a part of another batch"), ("tp", "the first batch of rank")])
+@pytest.mark.parametrize(("along", "says"), [("cp", "the part of a batch of rank"), ("tp", "the first batch of rank")])
 def test_ranks_that_read_other_samples_are_refused(along: str, says: str, pool_of: Pools, tmp_path: Path) -> None:
     for text in failures(pool_of(4).outcomes(other_batches, along, str(tmp_path)), "RankMismatch"):
         assert says in text

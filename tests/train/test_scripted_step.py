@@ -11,7 +11,7 @@ from gemini.errors import RankLost
 from gemini.memory.devices.device import DONE, CpuDevice
 from gemini.memory.movement.worker import Worker
 from gemini.planning.script import Gather, Reduce, Script
-from gemini.train.sharding.scripted import ScriptedStep
+from gemini.train.sharding.scripted import Lanes, ScriptedStep
 
 SCRIPT = Script((Gather(0, 0), Gather(1, 1)), (Reduce(0, 0),))
 CHUNKS: list[Any] = [SimpleNamespace(spec=SimpleNamespace(index=number), name=f"chunk {number}") for number in range(2)]
@@ -30,7 +30,7 @@ class Echo:
 
 @pytest.fixture
 def step() -> Iterator[ScriptedStep]:
-    workers = Worker("collectives"), Worker("reduce")
+    workers = Lanes(Worker("collectives"), Worker("reduce"))
     channel: Any = SimpleNamespace(
         wire=Echo(),
         device=CpuDevice(),
@@ -39,7 +39,7 @@ def step() -> Iterator[ScriptedStep]:
         launch_gather=lambda chunk, ready: DONE,
     )
     fetches: Any = SimpleNamespace(await_begun=lambda: None)
-    yield ScriptedStep(SCRIPT, channel, fetches, launcher=workers[0], landing=workers[1])
+    yield ScriptedStep(SCRIPT, channel, fetches, workers)
     for worker in workers:
         worker.close()
 

@@ -75,7 +75,7 @@ class Export:
             StorageError: if it cannot be written.
         """
         ranks = self._ranks
-        writes = ranks.is_first and ranks.part_rank == 0
+        writes = ranks.everyone.rank == ranks.parts.rank == 0
         takes = writes and not self._is_given()
         result: Any = None
         views: dict[str, torch.Tensor] = {}

@@ -147,9 +147,9 @@ def _save(
         handles = [handle for handle in handles if handle not in copies]
     if not ranks.writes_uncut:
         handles = [handle for handle in handles if handle.cut is not None]
-    if ranks.part_rank:
+    if ranks.parts.rank:
         draft = draft._replace(rng=None)
-    sources = sources_of(handles) if ranks.writes else []
+    sources = sources_of(handles) if ranks.copies.rank == 0 else []
     if store is not None and commits:
         changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
         in_flight = {index: job for index, job in engine.updates.pending.items() if not job.is_complete()}

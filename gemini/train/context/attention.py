@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
+from gemini.ranks.agree import Facts, agree
 from gemini.ranks.wire import Tag, Wire, add_up
 
 _WHAT = "an exchange of attention (context parallel)"
@@ -50,10 +51,10 @@ class Exchange:
         self._meet()
         return self._wire.swap(Tag.CONTEXT, own, _WHAT)
 
-    def tell(self, numbers: torch.Tensor) -> list[list[int]]:
-        """Some integers of every rank."""
+    def compare(self, facts: Facts, refusal: Exception | None) -> None:
+        """See that ranks are about to compute parts of one batch: as :func:`gemini.ranks.agree.agree`."""
         self._meet()
-        return self._wire.swap(Tag.CONTEXT, numbers.cpu(), _WHAT).tolist()
+        agree(self._wire, "the part of a batch", lambda: facts, refusal, words="batch")
 
 
 class ImaginedExchange(Exchange):
@@ -75,24 +76,15 @@ class ImaginedExchange(Exchange):
         self._sent["cp"] += own.nbytes * (self.size - 1)
         return own.new_empty((self.size, *own.shape))
 
-    def tell(self, numbers: torch.Tensor) -> list[list[int]]:
-        """Let the others say the same, each of its own part."""
-        return [[number, *numbers.tolist()[1:]] for number in range(self.size)]
-
-
-def exchange_dims(exchange: Exchange, split: int, join: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Exchange tensors of which each rank has a part along dim ``join`` for tensors that are whole there, with a
-    part along dim ``split``. All are of one dtype, and travel together.
-    """
-    return _ExchangeDims.apply(exchange, split, join, *parts)  # type: ignore[no-any-return]
-
-
-def gather(exchange: Exchange, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The parts of all ranks along ``dim``."""
-    return _Gather.apply(x, exchange, dim)  # type: ignore[no-any-return]
+    def compare(self, facts: Facts, refusal: Exception | None) -> None:
+        """Let the others have the same."""
 
 
 class _ExchangeDims(torch.autograd.Function):
+    """Exchange tensors of which each rank has a part along dim ``join`` for tensors that are whole there, with a
+    part along dim ``split``. All are of one dtype, and travel together.
+    """
+
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, split: int, join: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.how, size = (exchange, split, join), exchange.size
@@ -112,6 +104,8 @@ class _ExchangeDims(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """The parts of all ranks along ``dim``."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, dim: int) -> torch.Tensor:
         ctx.how = exchange, dim
@@ -203,9 +197,8 @@ class Attend:
             how.pop(name, None)
         causal = how.pop("is_causal", None)
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
-        if self.kind_for(query.shape[1]) == ULYSSES:
-            return self._ulysses(module, query, key, value, causal, how)
-        return self._gathered(module, query, key, value, causal, how)
+        way = self._ulysses if self.kind_for(query.shape[1]) == ULYSSES else self._gathered
+        return way(module, causal, how, query, key, value), None
 
     def kind_for(self, heads: int) -> str:
         """Choose the kind that divides so many query heads.
@@ -223,59 +216,38 @@ class Attend:
             )
         return self._kind
 
-    def _ulysses(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        how: dict[str, Any],
-    ) -> tuple[torch.Tensor, Any]:
+    def _ulysses(self, module: nn.Module, causal: bool, how: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
+        query, key, value = qkv
         size, heads, groups = self._exchange.size, key.shape[1], query.shape[1] // key.shape[1]
         # As few copies as will do: keys travel that often.
         times = next(t for t in range(1, groups + 1) if groups % t == 0 and heads * t % size == 0)
         if times > 1:  # each rank needs a whole number of heads of keys
             key, value = (x.repeat_interleave(times, 1) for x in (key, value))
-        query, key, value = exchange_dims(self._exchange, 1, 2, query, key, value)
+        query, key, value = _ExchangeDims.apply(self._exchange, 1, 2, query, key, value)
         # Kernels of transformers repeat keys by this attribute, which counts the heads of the whole model.
         with _groups_of(module, query.shape[1] // key.shape[1]):
-            out, _ = self._compute(module, query, key, value, causal, how)
-        return exchange_dims(self._exchange, 1, 2, out)[0], None
+            out = self._compute(module, causal, how, query, key, value)
+        (out,) = _ExchangeDims.apply(self._exchange, 1, 2, out)
+        return out
 
-    def _gathered(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        how: dict[str, Any],
-    ) -> tuple[torch.Tensor, Any]:
+    def _gathered(self, module: nn.Module, causal: bool, how: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
+        query, key, value = qkv
         tokens, width = query.shape[2], key.shape[-1]
         # Together, so that keys and values are one message.
-        both = gather(self._exchange, torch.cat((key, value), -1), 2)
+        both = _Gather.apply(torch.cat((key, value), -1), self._exchange, 2)
         if causal:
             # What comes after this part is seen by none of its tokens: the kernel need not mask it.
             both = both[:, :, : (self._exchange.rank + 1) * tokens]
-        return self._compute(module, query, both[..., :width], both[..., width:], causal, how)
+        return self._compute(module, causal, how, query, both[..., :width], both[..., width:])
 
-    def _compute(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        how: dict[str, Any],
-    ) -> tuple[torch.Tensor, Any]:
+    def _compute(self, module: nn.Module, causal: bool, how: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
         """Call the kernel. Of a causal model the last query sees all keys, and each one before it one fewer."""
-        mask = None
+        mask, (query, key, _) = None, qkv
         if causal and self._kernel == "eager":
             mask = self._mask(query, key, additive=True)
         elif causal and self._kernel == "sdpa" and query.shape[2] < key.shape[2]:
             mask = self._mask(query, key, additive=False)
-        return kernel_of(module, self._kernel)(module, query, key, value, mask, is_causal=causal, **how)
+        return kernel_of(module, self._kernel)(module, *qkv, mask, is_causal=causal, **how)[0]
 
     def _mask(self, query: torch.Tensor, key: torch.Tensor, *, additive: bool) -> torch.Tensor:
         rows, columns = query.shape[2], key.shape[2]
@@ -325,11 +297,10 @@ def kernel_of(module: nn.Module, name: str) -> Attention:
 def _groups_of(module: nn.Module, groups: int) -> Any:
     """Let an attention know how many query heads share a head of keys, while it has some of its heads."""
     before = getattr(module, "num_key_value_groups", None)
-    if before is None:
-        yield
-        return
-    module.num_key_value_groups = groups  # type: ignore[assignment]
+    if before is not None:
+        module.num_key_value_groups = groups  # type: ignore[assignment]
     try:
         yield
     finally:
-        module.num_key_value_groups = before
+        if before is not None:
+            module.num_key_value_groups = before

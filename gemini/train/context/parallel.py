@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from gemini.errors import GeminiError, RankMismatch
-from gemini.ranks.agree import checksum_of
+from gemini.ranks.agree import Facts, checksum_of
 from gemini.ranks.group import Ranks, place_in, size_of
 from gemini.train.context.attention import Attend, Exchange, ImaginedExchange, register
 from gemini.train.modules.reading import compiled_part
@@ -142,14 +142,13 @@ def transformer_in(model: nn.Module) -> Any:
     from transformers import PreTrainedModel
 
     found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    why = _no_transformer(model) if found is None else next(_obstacles(found), None)
+    if found is None:
+        why: str | None = f"{type(model).__name__} is no model of transformers, whose attention could be divided"
+    else:
+        why = next(_obstacles(found), None)
     if why is not None:
         raise GeminiError(f"context parallel (a mesh with a dimension cp): {why}. Use a mesh without cp")
     return found
-
-
-def _no_transformer(model: nn.Module) -> str:
-    return f"{type(model).__name__} is no model of transformers, whose attention could be divided"
 
 
 def _obstacles(model: Any) -> Iterator[str]:
@@ -217,7 +216,7 @@ def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[
         return None
     exchange = Exchange(ranks.context, meet)
     slices = 1 if ranks.parts.size == 1 else ranks.same_batch.size
-    divided = ContextParallel(model, exchange, kind, ranks.context.global_ranks, slices)
+    divided = ContextParallel(model, exchange, kind, slices)
     divided.put()
     return divided
 
@@ -229,7 +228,7 @@ def imagine_parts(model: nn.Module, size: int, kind: str, sent: Counter[str], *,
     Raises:
         GeminiError: naming why it cannot.
     """
-    ContextParallel(model, ImaginedExchange(size, sent), kind, range(size), slices).put()
+    ContextParallel(model, ImaginedExchange(size, sent), kind, slices).put()
 
 
 class ContextParallel:
@@ -238,15 +237,14 @@ class ContextParallel:
     Args:
         exchange: among the ranks that have parts of the same sequences.
         kind: of attention (:mod:`gemini.train.context.attention`).
-        global_ranks: their numbers, for error messages.
         slices: among how many ranks Gemini has divided the heads of the model.
 
     Raises:
         GeminiError: naming why the model cannot compute parts; nothing was changed.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, kind: str, global_ranks: Sequence[int], slices: int = 1):
-        self._model, self._exchange, self._global_ranks = transformer_in(model), exchange, global_ranks
+    def __init__(self, model: nn.Module, exchange: Exchange, kind: str, slices: int = 1):
+        self._model, self._exchange = transformer_in(model), exchange
         self._kernel = self._model.config._attn_implementation
         self._attend = Attend(exchange, self._kernel, kind)
         heads = getattr(self._model.config, "num_attention_heads", None)
@@ -283,7 +281,7 @@ class ContextParallel:
             if mark is None:
                 return self._on_whole_sequences(whole, args, kwargs)
             # Before any key travels: parts of different batches have shapes that meet, and mean nothing.
-            self._compare(mark)
+            self._compare(*mark.tolist())
             # A cache would hold the keys of this part only, and the next token would look at these.
             kwargs.setdefault("use_cache", False)
             # Counted, to find a model whose attention never asks: its parts would be computed as if they were wholes.
@@ -317,26 +315,19 @@ class ContextParallel:
         finally:
             self._name_attention(divided)
 
-    def _compare(self, mark: torch.Tensor) -> None:
-        """All ranks of a context group have parts of the same batch, each its own.
+    def _compare(self, number: int, size: int, *sums: int) -> None:
+        """See that all ranks of a context group have parts of the same batch, each its own.
 
         Raises:
             RankMismatch: on every rank, naming what differs.
         """
-        rows = self._exchange.tell(mark)
-        ranks, first = self._global_ranks, rows[0]
-        for number, row in enumerate(rows):
-            if row[:2] != [number, self._exchange.size]:
-                raise RankMismatch(
-                    f"rank {ranks[number]} was given part {row[0]} of {row[1]} of a sequence, and is rank {number} of "
-                    f"{self._exchange.size} along cp: cut batches with the mesh that the model was wrapped with"
-                )
-            for what, own, other in zip(("length", "input", "labels"), row[2:], first[2:], strict=True):
-                if own != other:
-                    raise RankMismatch(
-                        f"rank {ranks[number]} has a part of another batch than rank {ranks[0]}: another {what}. All "
-                        "ranks of cp read the same samples: rank, world = gemini.data_rank(mesh) for the sampler"
-                    )
+        refusal, exchange = None, self._exchange
+        if (number, size) != (exchange.rank, exchange.size):
+            refusal = RankMismatch(
+                f"this rank was given part {number} of {size} of a sequence, and is rank {exchange.rank} of "
+                f"{exchange.size} along cp: cut batches with the mesh that the model was wrapped with"
+            )
+        exchange.compare(Facts(dict(zip(("length", "input", "labels"), sums, strict=True))), refusal)
 
     @contextmanager
     def _watched_loss(self, kwargs: dict[str, Any]) -> Iterator[None]:

@@ -91,7 +91,7 @@ class ByName:
 
     def to_compare(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """Find what must be the same on all who agree: ``own``, or of a slice among others the whole value."""
-        if not self._company.has_experts or own.shape != handle.own_shape:
+        if not self._company.ranks.experts.size > 1 or own.shape != handle.own_shape:
             return own
         return self.joined(handle, own.detach().cpu())
 

@@ -37,11 +37,6 @@ class Company:
         """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
         return self.ranks.size > 1
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether those who agree have other experts, which are slices, among them."""
-        return self.ranks.experts.size > 1
-
     # ---- agreeing -----------------------------------------------------------------------------------------------
 
     def agree(

@@ -29,7 +29,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE
 from gemini.memory.movement.mover import Working, tiles
-from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.movement.worker import Job
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR
 from gemini.planning.script import Reduce, Script
@@ -83,8 +83,7 @@ class ReplicaSums:
                 self._by_chunk[index], self._wires[index] = handles, across
         grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
         is_on_host = all(plane.host_view(0, 0) is not None for plane in grads)
-        self._lane: Worker | None = shards.replica_lane if each_backward and is_on_host else None
-        self._launcher = shards.replica_launcher
+        self._lanes = shards.replica_lanes if each_backward and is_on_host else None
         self._channel = Channel(wire, store, shards.replica_scratch)
         self._fetches = store.manager.fetches
         self._lock = threading.Lock()
@@ -114,7 +113,7 @@ class ReplicaSums:
 
     def landed(self, index: int, backward: int) -> None:
         """Note that all gradients of a chunk are there, in that backward. Called by any thread, in any order."""
-        if self._lane is None or index not in self._by_chunk:
+        if self._lanes is None or index not in self._by_chunk:
             return
         with WHOLE, self._lock:
             # Autograd runs on several threads, and a backward that failed never said that it is over.
@@ -232,11 +231,11 @@ class ReplicaSums:
 
     def _expect(self) -> None:
         """Prepare for a backward that may follow: what it lands in the usual order is added up behind it."""
-        if self._step is not None or not self._usual or self._lane is None or self._launcher is None:
+        if self._step is not None or not self._usual or self._lanes is None:
             return
         self._finish()  # what was left for another meeting, in which all replicas have left it
         script = Script((), tuple(Reduce(0, index) for index in self._usual))
-        self._step = ScriptedStep(script, self._channel, self._fetches, launcher=self._launcher, landing=self._lane)
+        self._step = ScriptedStep(script, self._channel, self._fetches, self._lanes)
 
     def sum_all(self) -> None:
         """Add up what was not, chunk by chunk in the order of the layout. All replicas come here.

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -42,6 +43,13 @@ _STREAM = "landing"
 
 class Parted(GeminiError):
     """Raised where nothing comes of a collective, since a rank has left the script."""
+
+
+class Lanes(NamedTuple):
+    """The worker that launches collectives, and the one on which sums land."""
+
+    launcher: Worker
+    landing: Worker
 
 
 class Launch(Event):
@@ -84,18 +92,15 @@ class ScriptedStep:
     Args:
         channel: moves the chunks.
         fetches: gives gathers ahead of their use to a worker.
-        launcher: the worker that launches.
-        landing: the worker on which sums land.
     """
 
-    def __init__(self, script: Script, channel: Channel, fetches: Fetches, *, launcher: Worker, landing: Worker):
+    def __init__(self, script: Script, channel: Channel, fetches: Fetches, lanes: Lanes):
         self.script = script
         self.is_parted = False
         """Whether a rank has parted: what was not reduced will not be."""
         self._channel = channel
         self._fetches = fetches
-        self._launcher = launcher
-        self._landing = landing
+        self._launcher, self._landing = lanes
         # The training thread and the fetch worker begin gathers; only one of them takes the next place of the script.
         self._turn = threading.RLock()
         self._gathered = 0  # of the script's gathers, how many have begun

@@ -35,7 +35,7 @@ from gemini.train.params.by_name import host_part
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.sharding.channel import Channel, LibraryChannel
 from gemini.train.sharding.company import Company
-from gemini.train.sharding.scripted import ScriptedStep
+from gemini.train.sharding.scripted import Lanes, ScriptedStep
 
 if TYPE_CHECKING:
     from gemini.train.sharding.reduction import Reduction
@@ -90,13 +90,10 @@ class Shards(Company):
         self.reducing: Reduction
         """Adds up gradients when all ranks stand there; it sets itself here as it is made."""
         # Without a second rank, or where attention asks in between, nothing follows a script.
-        self.lane = Worker("reduce") if follows and ranks.size > 1 else None
-        """The worker on which reductions land behind backward."""
-        self._launcher = None if self.lane is None else Worker("collectives")
+        self._lanes = Lanes(Worker("collectives"), Worker("reduce")) if follows and ranks.size > 1 else None
         sums_behind = follows and ranks.num_replicas > 1
-        self.replica_lane = Worker("replicas") if sums_behind else None
-        """The worker on which sums over replicas run behind backward."""
-        self.replica_launcher = Worker("replica collectives") if sums_behind else None
+        self.replica_lanes = Lanes(Worker("replica collectives"), Worker("replicas")) if sums_behind else None
+        """For the sums over replicas that are made behind backward."""
         self.step: ScriptedStep | None = None
         """The script under way."""
         self.num_scripted = 0
@@ -107,9 +104,8 @@ class Shards(Company):
 
     def close(self) -> None:
         """End the workers: the model ends."""
-        for lane in (self.lane, self._launcher, self.replica_lane, self.replica_launcher):
-            if lane is not None:
-                lane.close()
+        for lane in (*(self._lanes or ()), *(self.replica_lanes or ())):
+            lane.close()
 
     def without_reducing(self) -> AbstractContextManager[None]:
         """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
@@ -138,7 +134,7 @@ class Shards(Company):
 
     def begin_step(self) -> None:
         """A forward that a backward may follow begins: if all ranks are about to do the same, they follow a script."""
-        if self.lane is None:
+        if self._lanes is None:
             return
         self.finish()
         # Ranks that left their script twice in a row ask each other for some steps: a script costs its first message.
@@ -158,9 +154,7 @@ class Shards(Company):
         if any(other.point is not Point.BEGIN_STEP or other.detail != script.checksum for other in heard):
             return
         self.num_scripted += 1
-        assert self._launcher is not None
-        fetches = self._manager.fetches
-        self.step = ScriptedStep(script, self.channel, fetches, launcher=self._launcher, landing=self.lane)
+        self.step = ScriptedStep(script, self.channel, self._manager.fetches, self._lanes)
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """List what the script gathers next, (moment, chunk); nothing where ranks ask each other."""
@@ -207,18 +201,6 @@ class Shards(Company):
             finally:  # also when a reduction has failed here: the others wait for what this rank says
                 is_alike = bool(step.script.reductions) and self.reducing.end_script(has_all=has_all)
         return is_alike
-
-    def _own_tile(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
-        """A tile of this rank's shard as modules read it, on the host."""
-        own, _ = self._mover.host_tile(0, chunk.weights, start, stop)
-        if own.dtype != chunk.flat.dtype:
-            own = self._mover.scratch(2, chunk.flat.dtype, stop - start).copy_(own)
-        return own
-
-    @property
-    def message(self) -> int:
-        """Elements of a message with weights."""
-        return min(self._mover.tile, self.piece)
 
     # ---- asking -----------------------------------------------------------------------------------------------------
 
@@ -337,15 +319,17 @@ class Shards(Company):
         """Send weights that only some ranks need: host tile by host tile, so that the others need no memory for it."""
         mover, wire, plane = self._mover, self.ranks.wire, chunk.weights
         shard, what = plane.numel, f"sending the weights of {chunk.name}"
-        taking = wire.rank in receivers
-        for start, stop in tiles(0, shard, self.message):
-            own = self._own_tile(chunk, start, stop)
+        taking, dtype = wire.rank in receivers, chunk.flat.dtype
+        # So many elements on the wire that those of every rank fit the scratch area in fp32.
+        piece = max(self.scratch.numel() // (4 * max(wire.size, 4)) // 2048 * 2048, 2048)
+        for start, stop in tiles(0, shard, min(mover.tile, piece)):
+            own, _ = mover.host_tile(0, plane, start, stop)
+            if own.dtype != dtype:  # as modules read it
+                own = mover.scratch(2, dtype, stop - start).copy_(own)
             received = {}
             if taking:
-                room = self.scratch.view(chunk.flat.dtype)
-                received = {
-                    peer: room[i * (stop - start) : (i + 1) * (stop - start)] for i, peer in enumerate(wire.peers)
-                }
+                room = self.scratch.view(dtype)[: (stop - start) * len(wire.peers)].view(-1, stop - start)
+                received = dict(zip(wire.peers, room, strict=True))
             outgoing = {receiver: own for receiver in receivers if receiver != wire.rank}
             with self.channel.gathering(chunk):
                 wire.start(Tag.WEIGHTS, outgoing, received, what).wait()
@@ -355,11 +339,6 @@ class Shards(Company):
                 crosses = part.numel() * part.element_size() if rank == wire.rank else 0
                 with mover.crossing(Tier.CPU, self._device.tier, crosses):
                     self._device.copy(into, part, "fetch").wait()
-
-    @property
-    def piece(self) -> int:
-        """Elements of a piece on the wire, so many that one from every rank fits the scratch area in fp32."""
-        return max(self.scratch.numel() // (4 * max(self.ranks.size, 4)) // 2048 * 2048, 2048)
 
     # ---- by name ------------------------------------------------------------------------------------------------
 

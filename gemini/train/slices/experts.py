@@ -11,7 +11,6 @@ with where its rank stands: of one that evaluates alone, the others hear before 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -29,21 +28,14 @@ from gemini.train.slices.slicing import WholeParams, refuse_differing, sizes_tha
 _WHAT = "an exchange of tokens (expert parallel)"
 
 
-class ExpertPoint(IntEnum):
-    """Places of a rank in a layer; numbers are two apart, and one more without gradients."""
-
-    DISPATCH = 0
-    COMBINE = 2
-    COMBINE_BACKWARD = 4
-    DISPATCH_BACKWARD = 6
-
-
-_WORDS = {
-    ExpertPoint.DISPATCH: "the forward of {}, before its experts",
-    ExpertPoint.COMBINE: "the forward of {}, behind its experts",
-    ExpertPoint.COMBINE_BACKWARD: "the backward of {}, before its experts",
-    ExpertPoint.DISPATCH_BACKWARD: "the backward of {}, behind its experts",
-}
+_PLACES = (
+    "the forward of {}, before its experts",
+    "the forward of {}, behind its experts",
+    "the backward of {}, before its experts",
+    "the backward of {}, behind its experts",
+)
+DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD = range(4)
+"""Places of a rank in a layer, and how an error calls them."""
 
 
 class ExpertExchange:
@@ -58,7 +50,7 @@ class ExpertExchange:
         self._wire, self._names, self._most = wire, names, most
         self.rank, self.size = wire.rank, wire.size
 
-    def meet(self, point: ExpertPoint, layer: int, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def meet(self, point: int, layer: int, numbers: torch.Tensor | None = None) -> torch.Tensor:
         """Wait until all ranks stand at ``point`` of a layer; some integers of each, stacked, on the CPU.
 
         Raises:
@@ -68,7 +60,7 @@ class ExpertExchange:
         # As long for every layer and point: ranks that stand elsewhere can read it.
         said = torch.zeros(2 + self._most, dtype=torch.int64, device="cpu")
         # One that evaluates stands elsewhere: it makes no backward, in which the others would wait for it.
-        said[0], said[1] = point + (not torch.is_grad_enabled()), layer
+        said[0], said[1] = 2 * point + (not torch.is_grad_enabled()), layer
         if numbers is not None:
             said[2 : 2 + len(numbers)] = numbers
         told = self._wire.swap(Tag.EXPERTS, said, _WHAT)
@@ -84,8 +76,9 @@ class ExpertExchange:
         return told[:, 2:] if numbers is None else told[:, 2 : 2 + len(numbers)]
 
     def _place(self, said: int, layer: int) -> str:
-        words = _WORDS[ExpertPoint(said & ~1)].format(self._names[layer])
-        return words + (" (without gradients)" if said & 1 and said < ExpertPoint.COMBINE_BACKWARD else "")
+        point, has_no_gradients = divmod(said, 2)
+        words = _PLACES[point].format(self._names[layer])
+        return words + (" (without gradients)" if has_no_gradients and point < COMBINE_BACKWARD else "")
 
     def swap_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """``sent[i]`` of the rows in turn go to rank i; of the result ``received[i]`` in turn come from there.
@@ -102,7 +95,7 @@ class _Way(NamedTuple):
     exchange: ExpertExchange
     sent: list[int]
     received: list[int]
-    back: tuple[ExpertPoint, int]
+    back: tuple[int, int]
 
 
 class _SwapRows(torch.autograd.Function):
@@ -146,12 +139,12 @@ def dispatched_forward(
     order = experts.argsort(stable=True)
     counts = torch.bincount(experts, minlength=num_here * size).cpu()
     # On the CPU: the sizes of the next messages are needed there before they can begin.
-    told = exchange.meet(ExpertPoint.DISPATCH, layer, counts).view(size, size, num_here)
+    told = exchange.meet(DISPATCH, layer, counts).view(size, size, num_here)
     sent = told[exchange.rank].sum(-1).tolist()
     of_here = told[:, exchange.rank]  # by the rank they come from, and by expert
     # Known before any row travels: memory for them is made once.
     received = of_here.sum(-1).tolist()
-    there = _Way(exchange, sent, received, (ExpertPoint.DISPATCH_BACKWARD, layer))
+    there = _Way(exchange, sent, received, (DISPATCH_BACKWARD, layer))
     rows, weights = _SwapRows.apply(there, hidden_states[order // top_k], top_k_weights.reshape(-1)[order])
     numbers = torch.arange(num_here, device="cpu").repeat(size).repeat_interleave(of_here.reshape(-1))
     numbers = numbers.to(experts.device)
@@ -161,8 +154,8 @@ def dispatched_forward(
     # The module's own kernel, with one expert for each row and its weight.
     made = type(self).forward(self, rows, numbers.unsqueeze(-1), weights.unsqueeze(-1))
     # Again: a rank that failed in its experts is heard of here, and not by rows that never come.
-    exchange.meet(ExpertPoint.COMBINE, layer)
-    (back,) = _SwapRows.apply(_Way(exchange, received, sent, (ExpertPoint.COMBINE_BACKWARD, layer)), made[:num_rows])
+    exchange.meet(COMBINE, layer)
+    (back,) = _SwapRows.apply(_Way(exchange, received, sent, (COMBINE_BACKWARD, layer)), made[:num_rows])
     # Back in the order of tokens and of their k experts, in which the sum is made.
     by_token = back[order.argsort()].view(num_tokens, top_k, -1)
     return by_token.sum(1).to(hidden_states.dtype)
