@@ -123,7 +123,7 @@ class EMA:
                 for handle in engine.params.handles:
                     if handle.num_steps and PLANE in handle.chunk.planes:
                         engine.by_names.exchange(handle, PLANE)
-                        engine.forward.calls.count_exchange()
+                        engine.forward.calls.num_exchanges += 1
             except BaseException as e:
                 # Some have changed places and some have not.
                 state.mark_corrupted(e)

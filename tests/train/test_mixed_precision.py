@@ -215,7 +215,7 @@ def test_adapters_in_fp32_are_cast_as_their_masters_are_exact_anyway() -> None:
 
 @pytest.mark.parametrize("wanted", [["haed"], [nn.LSTM]])
 def test_a_name_that_means_nothing_is_refused(wanted: Any) -> None:
-    with pytest.raises(ValueError, match="Reward has no params there.*for example (head|LayerNorm)"):
+    with pytest.raises(ValueError, match="Reward has no params there.*for example (body|LayerNorm)"):
         gemini.GeminiDDP(Reward(), config(keep_fp32=wanted))
 
 

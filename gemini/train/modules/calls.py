@@ -19,7 +19,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,7 +106,7 @@ class Calls:
         self.running: dict[int, list[CallRecord]] = {}
         """The calls of each thread that runs a forward, by its identifier: a stack, and none that is empty."""
         self.num_exchanges = 0
-        """How often weights and their averages have changed places."""
+        """How often weights and their averages have changed places: calls of before have no backward any more."""
         # Calls that backward keeps gathered now, the outermost first; of the one graph that runs, whatever its thread.
         self._reading: list[CallRecord] = []
         # The same, let go of while a forward inside backward recomputes.
@@ -136,10 +136,6 @@ class Calls:
         """Whether the innermost call of a forward in this thread is one of another module."""
         stack = self.running.get(threading.get_ident())
         return stack is not None and stack[-1].module is not module
-
-    def count_exchange(self) -> None:
-        """Weights and averages have changed places: calls that were made before have no backward any more."""
-        self.num_exchanges += 1
 
     def begin(self, module: nn.Module, chunks: tuple[Chunk, ...], keep: tuple[Chunk, ...] = ()) -> CallRecord:
         """Begin the call of a hooked module: gather what it reads. On an error nothing has begun.
@@ -314,18 +310,18 @@ class Calls:
             self._release(chunk)
 
 
-def refuse_deleted() -> NoReturn:
-    """Raise for a module whose model was deleted, and which is called or passed through by backward."""
-    raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
-
-
-def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Tensor) -> None:
-    """Tell the model that the gradient of a result of a call has arrived. ``ref``: its passes, weakly.
+def passes_of(ref: weakref.ref[Any]) -> Any:
+    """Return the passes of a model, which hooks of its modules and graphs have weakly.
 
     Raises:
         GeminiError: if the model was deleted.
     """
     passes = ref()
     if passes is None:
-        refuse_deleted()
-    passes.backward.begin_of(record)
+        raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
+    return passes
+
+
+def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Tensor) -> None:
+    """Tell the passes of a model that the gradient of a result of a call has arrived."""
+    passes_of(ref).backward.begin_of(record)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.store import ChunkStore
 from gemini.patches import register
 from gemini.train.modules.reading import Structure, compiled_part
-from gemini.train.params.handle import handle_of
+from gemini.train.params.handle import handles_of
 
 _BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*\d+")
 """The path of a repeated block: one number, at its end."""
@@ -41,15 +42,11 @@ BLOCKS_INSTEAD = (
 
 def wraps_compiled(module: Any) -> bool:
     """Whether this is what ``torch.compile(module)`` returns."""
-    return any(c.__name__ == "OptimizedModule" and c.__module__.startswith("torch.") for c in type(module).__mro__)
+    return type(module).__name__ == "OptimizedModule"
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> int:
-    """Compile each repeated block of ``model`` in place (``block.compile(**options)``); returns how many there are.
-
-    Raises:
-        GeminiError: if there is none.
-    """
+    """Compile each repeated block of ``model`` in place (``block.compile(**options)``); returns how many there are."""
     blocks = [module for path, module in model.named_modules() if _BLOCK.fullmatch(path) and _has_params(module)]
     if not blocks:
         raise GeminiError(
@@ -62,11 +59,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
 
 
 def refuse_compiled_whole(structure: Structure) -> None:
-    """Refuse what cannot be served.
-
-    Raises:
-        GeminiError: naming what is compiled.
-    """
+    """Refuse what is compiled and cannot be served."""
     model = structure.model
     if wraps_compiled(model) or id(model) in structure.compiled:
         name = type(getattr(model, "_orig_mod", model)).__name__
@@ -82,7 +75,10 @@ def refuse_compiled_whole(structure: Structure) -> None:
                 "in checkpoints too. Compile the module in place: module.compile()"
             )
         if id(module) in structure.compiled:
-            if _uses_cuda_graphs(compiled_part(module)):
+            # Of inductor; other backends tell nothing.
+            ask = getattr(compiled_part(module), "get_compiler_config", None)
+            found = ask() if callable(ask) else None
+            if isinstance(found, dict) and found.get("triton.cudagraphs"):
                 raise GeminiError(
                     f"{path!r} is compiled with CUDA graphs, which fix addresses, and its weights come and go. Leave "
                     'mode="reduce-overhead" out, or take mode="max-autotune-no-cudagraphs" for "max-autotune"'
@@ -93,13 +89,6 @@ def refuse_compiled_whole(structure: Structure) -> None:
                         f"{path!r} is compiled with all the blocks in it, so that all of it would have to be gathered "
                         f"at once. {BLOCKS_INSTEAD}"
                     )
-
-
-def _uses_cuda_graphs(part: Any) -> bool:
-    """Whether inductor was told to use CUDA graphs; other backends tell nothing."""
-    ask = getattr(part, "get_compiler_config", None)
-    found = ask() if callable(ask) else None
-    return isinstance(found, dict) and bool(found.get("triton.cudagraphs"))
 
 
 def _has_params(module: nn.Module) -> bool:
@@ -126,8 +115,7 @@ def hook_around(
     outside, ref = _Outside(module), weakref.ref(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Weakly: the function hangs on the module, and a cycle would keep its weights until the garbage collector
-        # comes.
+        # Weakly: the function hangs on the module, and a cycle would keep weights until the garbage collector comes.
         called = ref()
         assert called is not None
         # It was removed while somebody else had wrapped it again, and so could not be taken out.
@@ -206,11 +194,7 @@ class CompiledParts:
 
 
 def refuse_inside_compiled() -> None:
-    """Refuse a call of the model from compiled code, or to export it; asked where somebody has imported the compiler.
-
-    Raises:
-        GeminiError: if it was.
-    """
+    """Refuse a call of the model from compiled code, and to export it; asked where the compiler was imported."""
     if torch.compiler.is_compiling():
         raise GeminiError(
             "torch.export does not take a managed model, whose weights come and go: load model.state_dict() into a "
@@ -224,10 +208,8 @@ def refuse_inside_compiled() -> None:
 
 
 def make_room_for_compiled(store: ChunkStore, structure: Structure) -> None:
-    """Check that what compiled parts read at once fits, where they were compiled after wrapping. Nothing is in flight.
-
-    Raises:
-        BudgetExceeded: if it does not.
+    """Refuse compiled parts that read more at once than fits, where they were compiled after wrapping. Nothing is in
+    flight.
     """
     refuse_compiled_whole(structure)
     tier, ledger = store.device.tier, store.ledger
@@ -236,7 +218,8 @@ def make_room_for_compiled(store: ChunkStore, structure: Structure) -> None:
     for path, module in structure.modules:
         if id(module) not in structure.compiled:
             continue
-        needed = sum(_windows_of(module))
+        chunks = {handle.chunk for handle in handles_of(module.parameters())}
+        needed = sum(chunk.window.num_bytes for chunk in chunks if chunk.window is not None)
         if needed > room:
             raise BudgetExceeded(
                 f"{path!r} was compiled after the model was wrapped and reads {human_bytes(needed)} at once, and "
@@ -246,23 +229,8 @@ def make_room_for_compiled(store: ChunkStore, structure: Structure) -> None:
             )
 
 
-def _windows_of(module: nn.Module) -> Iterator[int]:
-    # By index: tied params, and several of one chunk, take their window once.
-    chunks = {}
-    for param in module.parameters():
-        handle = handle_of(param)
-        if handle is not None and handle.chunk.window is not None:
-            chunks[handle.chunk.spec.index] = handle.chunk.window.num_bytes
-    yield from chunks.values()
-
-
-_warned = False
-
-
+@cache
 def _leave_our_code_alone() -> None:
     """Let hooks run as they are where code compiled by others (a function inside a model) calls modules of ours."""
-    global _warned
-    if not _warned:
-        _warned = True
-        # Once for the process, and not at import: that would import the compiler.
-        register("torch._dynamo.trace_rules.add", "gemini")
+    # Once for the process, and not at import: that would import the compiler.
+    register("torch._dynamo.trace_rules.add", "gemini")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -39,32 +40,36 @@ _COMPUTES_WEIGHTS = {
 """Functions of torch that put other params in the place of one, and what they call it."""
 
 
-def _refuse_parametrization() -> None:
-    """Refuse what computes a managed param from others, as the first of these is registered.
-
-    Raises:
-        GeminiError: before anything has changed.
-    """
+def _caller_among(codes: Collection[CodeType], most: int) -> FrameType | None:
+    """Find the innermost of so many frames around a hook of torch that runs one of these functions."""
     frame = sys._getframe(2)
-    for _ in range(5):  # torch's functions between
-        if frame.f_code in _COMPUTES_WEIGHTS:
-            found = frame.f_locals
-            param = found.get(_COMPUTES_WEIGHTS[frame.f_code])
-            if isinstance(param, ManagedParameter):
-                if "module" in found:  # the older weight norm has taken it out already
-                    others = dict(found["module"]._parameters)
-                    found["module"]._parameters.clear()
-                    found["module"]._parameters.update({found["name"]: param, **others})
-                handle = handle_of(param)
-                assert handle is not None
-                raise GeminiError(
-                    f"managed param {handle.name!r} cannot be computed from other params (weight_norm, spectral_norm "
-                    "or another parametrization): nothing was changed. Register it before GeminiDDP(model), or wrap "
-                    "again: gemini.release(model), then the parametrization, then GeminiDDP(model, config)"
-                )
+    for _ in range(most):
+        if frame.f_code in codes:
+            return frame
         if frame.f_back is None:
-            return
+            return None
         frame = frame.f_back
+    return None
+
+
+def _refuse_parametrization() -> None:
+    """Refuse what computes a managed param from others, as the first of these is registered: nothing has changed."""
+    frame = _caller_among(_COMPUTES_WEIGHTS, 6)
+    if frame is None:
+        return
+    found = frame.f_locals
+    param = found.get(_COMPUTES_WEIGHTS[frame.f_code])
+    if not isinstance(param, ManagedParameter):
+        return
+    if "module" in found:  # the older weight norm has taken it out already
+        others = dict(found["module"]._parameters)
+        found["module"]._parameters.clear()
+        found["module"]._parameters.update({found["name"]: param, **others})
+    raise GeminiError(
+        f"managed param {param._gemini.name!r} cannot be computed from other params (weight_norm, "  # type: ignore[attr-defined]
+        "spectral_norm or another parametrization): nothing was changed. Register it before GeminiDDP(model), or wrap "
+        "again: gemini.release(model), then the parametrization, then GeminiDDP(model, config)"
+    )
 
 
 def _count(module: nn.Module, name: str, param: Any) -> None:
@@ -120,29 +125,15 @@ register("torch.nn.modules.module.register_module_parameter_registration_hook", 
 register("torch.nn.modules.module.register_module_module_registration_hook", _look_at_new_parent)
 
 
-def _in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call`` runs, which puts tensors of the caller's in the place of params."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is stateless._functional_call.__code__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
 def refuse_injected(state: StepState, module: nn.Module, *, is_root: bool) -> None:
-    """Look for params that are not managed, if anything was registered anywhere since the last look at the root.
-
-    Raises:
-        GeminiError: naming the first one.
-    """
+    """Refuse params that are not managed, if anything was registered anywhere since the last look at the root."""
     # One comparison in each forward, as long as nobody registers anything.
     if state.num_looked_at == num_registered:
         return
     for name, param in module.named_parameters():
         if handle_of(param) is None:
-            if _in_functional_call():  # other values for the time of a call: as torch computes with them
-                return
+            if _caller_among({stateless._functional_call.__code__}, sys.getrecursionlimit()):
+                return  # other values for the time of a call: torch computes with them
             raise GeminiError(
                 f"param {name!r} was added to the model after GeminiDDP(model): it is not managed, so it would be "
                 "left out of clipping, of checkpoints and of what ranks share. Remove it, or add params (adapters, "

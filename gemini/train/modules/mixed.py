@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -64,11 +63,7 @@ KeepFp32 = str | tuple[Any, ...] | None
 
 
 def kept_in_fp32(model: nn.Module | Structure, precision: str, keep_fp32: KeepFp32 = "auto") -> dict[int, str]:
-    """Find the params of ``model`` that stay in fp32: by their ``id``, why.
-
-    Raises:
-        ValueError: if ``keep_fp32`` names what the model does not have.
-    """
+    """Find the params of ``model`` that stay in fp32: by their ``id``, why."""
     kept: dict[int, str] = {}
     if precision == "fp32" or keep_fp32 is None:
         return kept
@@ -144,12 +139,10 @@ def _chosen(structure: Structure, wanted: Any) -> list[nn.Parameter]:
         names = [path for path, _ in structure.modules if path]
         names += [name for _, of_one in structure.params for name in of_one]
     if not found:
-        said = wanted.__name__ if isinstance(wanted, type) else wanted
-        near = get_close_matches(str(said), names, n=3) or names[:3]
         raise ValueError(
             f"keep_fp32= has {wanted!r}, and {type(structure.model).__name__} has no params there: give names of "
             "modules or params (with * for a part of one), or classes of modules; "
-            f"there are for example {', '.join(near)}"
+            f"there are for example {', '.join(names[:3])}"
         )
     return found
 
@@ -211,7 +204,8 @@ def cast_where_they_meet(model: nn.Module | Structure, kept: Mapping[int, str], 
     left = {
         id(m)
         for _, whole in structure.modules
-        if _is_of_transformers(whole) or id(whole) in structure.compiled
+        # By name: transformers need not be installed.
+        if id(whole) in structure.compiled or any(c.__name__ == "PreTrainedModel" for c in type(whole).__mro__)
         for m in whole.modules()
     }
     for _, module in structure.modules:
@@ -233,28 +227,19 @@ def cast_where_they_meet(model: nn.Module | Structure, kept: Mapping[int, str], 
     return hooks
 
 
-def _is_of_transformers(module: nn.Module) -> bool:
-    kinds = type(module).__mro__  # by name: transformers need not be installed
-    return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in kinds)
-
-
 def _as_weights(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         # One look for what is nearly every call of every layer.
         if len(args) == 1 and getattr(args[0], "dtype", None) is dtype:
             return None  # nearly always
-        if _autocast_casts(module, args):
-            return None  # once: casting to ``dtype`` first would round twice
+        kind = args[0].device.type if args and isinstance(args[0], torch.Tensor) else "cpu"
+        if torch.is_autocast_enabled(kind) and not (kind == "cpu" and isinstance(module, _NOT_BY_AUTOCAST)):
+            return None  # autocast casts: to ``dtype`` first would round twice
         if any(param is not None and param.dtype is not dtype for param in module._parameters.values()):
             return None  # the model has cast its weights itself, which its gradients will tell
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
     return before
-
-
-def _autocast_casts(module: nn.Module, args: Any) -> bool:
-    kind = args[0].device.type if args and isinstance(args[0], torch.Tensor) else "cpu"
-    return torch.is_autocast_enabled(kind) and not (kind == "cpu" and isinstance(module, _NOT_BY_AUTOCAST))
 
 
 def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:

@@ -86,8 +86,7 @@ class Structure:
         self.read_as_a_whole = False
         self.visits: list[CalledModule] = []
         self.adapters: set[int] = set()
-        # By `id`: modules and params of the model live as long as the walk, and not every one can be hashed or
-        # compared.
+        # By `id`: modules and params live as long as the walk, and not every one can be hashed or compared.
         self._seen: set[int] = set()
         self._called: set[int] = set()
         self._names: dict[int, tuple[nn.Parameter, list[str]]] = {}
@@ -173,10 +172,7 @@ def mark_compiled(module: nn.Module) -> None:
 
 def is_a(kind: type, name: str) -> bool:
     """Whether a class is, or comes from, PEFT's class of that name. By name: PEFT need not be installed."""
-    for base in kind.__mro__:
-        if base.__name__ == name and base.__module__.startswith("peft."):
-            return True
-    return False
+    return any(base.__name__ == name and base.__module__.startswith("peft.") for base in kind.__mro__)
 
 
 def is_tuner_layer(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -77,13 +77,11 @@ class _OfOther:
             return self.param.detach().clone()
 
 
-class _Elsewhere:
+class _Elsewhere(NamedTuple):
     """Another tensor, as the hooks have it that were open around ours (checkpointing, the user's)."""
 
-    __slots__ = ("packed", "unpack")
-
-    def __init__(self, packed: Any, unpack: Any):
-        self.packed, self.unpack = packed, unpack
+    packed: Any
+    unpack: Any
 
 
 class _Recomputed:
@@ -228,9 +226,9 @@ class SavedWeights:
         # Inside a transform that takes derivatives torch refuses them: `_keep_for_transform` keeps chunks there.
         if not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled():
             return 0
-        there = _hooks._top_saved_tensors_default_hooks(False)
-        if there is not None and _owner_of(there[0]) is self:
+        if self._is_open():
             return 0
+        there = _hooks._top_saved_tensors_default_hooks(False)
         pack: Any = partial(self._pack) if there is None else self._around(*there)
         pack._gemini_of, pack._gemini_is_for_others = self, is_for_others
         _hooks._push_saved_tensors_default_hooks(pack, self._unpack)

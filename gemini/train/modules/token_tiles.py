@@ -63,11 +63,7 @@ class TokenTiles:
         self._inside = threading.local()
 
     def put(self) -> None:
-        """Make the parts compute in tiles, until :meth:`take_away`.
-
-        Raises:
-            GeminiError: if there is no part that could; nothing was changed.
-        """
+        """Make the parts compute in tiles, until :meth:`take_away`."""
         for part, found in {"head": self.head, "mlp": self.mlps}.items():
             if isinstance(self.tokens, str) and not found and f"{part}=" in self.tokens:
                 raise GeminiError(
@@ -135,9 +131,6 @@ class TokenTiles:
     def _can_cut(self, path: str, mlp: nn.Module, whole: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> bool:
         """Whether what comes out is one tensor, a row for each token, which is that token's own: asked once of each
         class, of a few tokens with and without others around them.
-
-        Raises:
-            GeminiError: naming the module, where a token's result depends on others.
         """
         kind = type(mlp)
         if kind in self._can_be_cut:
@@ -210,12 +203,8 @@ def _checkpointed(
     # An empty tensor tells checkpointing the device, whose random numbers it repeats; past the hooks of a block, which
     # would count it.
     device = rows[0].new_empty(0)
-    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         return [checkpoint(region, at, device, use_reentrant=False) for at in range(len(sizes))]
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _rows(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
@@ -270,13 +259,8 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def tile_tokens(model: nn.Module, tokens: int | str | None) -> TokenTiles:
-    """Let the MLPs, experts and norms of ``model`` and its head with its loss be computed ``tokens`` tokens at a time:
-    as ``tile_tokens=`` says it.
-
-    In training with ``labels`` the model's output has no logits then (they are None); in evaluation it has.
-
-    Raises:
-        GeminiError: if no part of it can be, or with the first forward, for one that cannot; named each time.
+    """Let the MLPs, experts and norms of ``model`` and its head with its loss be computed in tiles, as ``tile_tokens=``
+    says it. In training with ``labels`` the model's output has no logits then (they are None); in evaluation it has.
     """
     tiles = TokenTiles(model, tokens)
     tiles.put()

@@ -23,7 +23,7 @@ from torch import nn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.patches import replaced
 from gemini.train.modules import injected
-from gemini.train.modules.calls import begin_backward_of, refuse_deleted
+from gemini.train.modules.calls import begin_backward_of, passes_of
 from gemini.train.modules.compiled import (
     CompiledParts,
     hook_around,
@@ -143,7 +143,7 @@ def _if_outermost(ref: weakref.ref[Passes], before: Callable[..., Any]) -> Calla
 def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> None:
     """Take merged adapters out before a layer computes without them: in its own forward the write would be refused."""
     if layer.disable_adapters and layer.merged:
-        passes = passes_of(ref)
+        passes: Passes = passes_of(ref)
         for handle in handles_of(layer.parameters()):
             if handle.chunk.resident:
                 passes.forward.exposure.expose(handle.chunk)  # after its update
@@ -210,18 +210,6 @@ def _after_parametrization(module: nn.Module, args: Any, output: Any) -> None:
             handle.version = handle.param._version
 
 
-def passes_of(ref: weakref.ref[Passes]) -> Passes:
-    """Return the passes that hooks of a module, or of a graph, tell.
-
-    Raises:
-        GeminiError: if the model was deleted.
-    """
-    passes = ref()
-    if passes is None:
-        refuse_deleted()
-    return passes
-
-
 def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre, post: Post) -> tuple[Pre, Post]:
     """Add to the hooks of a module that may write to ``handles`` what makes its writes the masters."""
     if not handles:
@@ -251,7 +239,7 @@ def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], residen
     compiled = CompiledParts(structure)
 
     def root_pre(module: nn.Module, args: Any) -> None:
-        passes = passes_of(ref)
+        passes: Passes = passes_of(ref)
         state = passes.state
         # First of all: what an interrupt has left open would make the rest of this hook go wrong. Inside another call
         # of this thread nothing was interrupted.
@@ -339,7 +327,7 @@ def _pre(
     """Make the hook that begins the call of a module. It runs on the thread that calls the module."""
 
     def pre(module: nn.Module, args: Any) -> None:
-        passes = passes_of(ref)
+        passes: Passes = passes_of(ref)
         if keep and not chunks and not is_entrance and passes.forward.observers.are_there:
             return  # it keeps nothing then, and has no other reason to be hooked
         state = passes.state
@@ -367,7 +355,7 @@ def _unless_inside(
         # The outermost module itself is looked at: its end is what unsettles.
         if state.settled_in == threading.get_ident() and state.settled_for != id(module):
             return
-        forward = passes_of(ref).forward
+        forward: ForwardPass = passes_of(ref).forward
         if forward.observers.recording is not None or not forward.calls.is_inside_another(module):
             pre(module, args)
         elif resident and forward.exposure.late:
@@ -418,7 +406,7 @@ def _post(ref: weakref.ref[Passes]) -> Post:
     """Make the hook that ends the call of a module, and notices when its backward begins."""
 
     def post(module: nn.Module, args: Any, output: Any) -> Any:
-        passes = passes_of(ref)
+        passes: Passes = passes_of(ref)
         record = passes.forward.end_call(module)
         if record is None or output is None:
             return None
