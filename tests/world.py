@@ -48,7 +48,7 @@ WHERE = {
     "num_evictions": "store.manager.room.num_evictions",
     "tile": "store.mover.tile",  # elements that are moved and updated at a time
     # a step
-    "has_gradients": "backward.has_gradients",
+    "has_gradients": "backward.sink.has_gradients",
     "corrupted_by": "state.corrupted_by",  # the failure after which values are no longer those of any step
     # ranks
     "ranks": "ranks",

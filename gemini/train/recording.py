@@ -57,7 +57,7 @@ class Recording:
         self._budgets = {tier: engine.store.ledger.budget(tier) for tier in engine.store.ledger.tiers}
         self._is_open = False
         # A step whose beginning was before the block is not recorded.
-        self._is_late = engine.state.computing or engine.backward.has_gradients
+        self._is_late = engine.state.computing or engine.backward.sink.has_gradients
         self._in_backward = ""
         self._num_backwards = 0
         self._tokens = 0
@@ -141,7 +141,7 @@ class Recording:
 
     def discard(self) -> None:
         """Forget the step if no gradient is left: what was computed for those that were forgotten became none."""
-        if not self._engine().backward.has_gradients and (self._num_backwards or self._is_late):
+        if not self._engine().backward.sink.has_gradients and (self._num_backwards or self._is_late):
             self._recorder.abandon_step()
             self._is_late, self._num_backwards = False, 0
 

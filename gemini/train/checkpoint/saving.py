@@ -129,7 +129,7 @@ def _save(
         engine.recovery.forget_interrupted()
         engine.state.check_whole()
         engine.state.check_masters("save_checkpoint")
-        if engine.backward.has_gradients:
+        if engine.backward.sink.has_gradients:
             raise GeminiError(
                 "save_checkpoint between backward and step: gradients are not saved; call it after step()"
             )

@@ -10,7 +10,6 @@ import torch
 
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
-from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
 from gemini.train.gradients import scaling
 from gemini.train.gradients.store import refuse_grad
@@ -28,10 +27,6 @@ _OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-def
 _graph_task = torch._C._current_graph_task_id
 _NONE = -2
 """No backward: autograd's own number for that is -1."""
-
-
-def _nobody() -> None:
-    """Say that no backward runs."""
 
 
 class BackwardPass:
@@ -62,7 +57,7 @@ class BackwardPass:
         """Whether there were gradients of an earlier backward when those of this one began to land."""
         self.landed_before: Counter[ParamHandle] = Counter()
         """Gradients that are not added again: a backward that broke off, and is made once more, has landed them."""
-        self._works: Callable[[], Any] = _nobody
+        self._works: Callable[[], Any] = lambda: None
         """Whether the backward that has begun last, alone, is running still: autograd keeps that for as long."""
 
     # ---- the pass -----------------------------------------------------------------------------------------------
@@ -180,7 +175,7 @@ class BackwardPass:
         if grad is None:
             return
         if self.probe is not None and (grad := self.probe.take(handle.param, grad)) is None:
-            self._leave(handle)
+            self._take(handle, None)
             return
         if grad.dtype is not handle.view.dtype or grad.requires_grad or grad.layout is not torch.strided:
             refuse_grad(handle, grad)
@@ -203,61 +198,48 @@ class BackwardPass:
                     self._manager.grads_complete(chunk)
 
     @own_work
-    def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Take the first gradient of a backward, or one with which more is to be done than to keep it."""
+    def _take(self, handle: ParamHandle, grad: torch.Tensor | None) -> None:
+        """Take the first gradient of a backward, or one with which more is to be done than to keep it; None for one
+        that a probe has taken, which is only counted.
+        """
         if self._task != _graph_task():
             self.be_alone()
         with self._lock:
             self.begin()
-            if self.scaling.is_needed or scaling.are_any_scaled:
-                self.scaling.enter()  # first, for it may refuse
-            if not self._state.takes_gradients:
-                self._begin_gradients()
-            chunk = handle.chunk
-            if self._updates.pending:
-                # An update of the step before may still read the plane that this gradient overwrites.
-                chunk.settle()
-            if self.landed_before[handle] > 0:
-                self.landed_before[handle] -= 1
-            else:
-                self.arrived.append(handle)
-                self.sink.take(handle, grad)
-                self.num_landed += 1
-            if self.sink.only_keeps and not stepping_in_backward and self.observers.around_own_work is None:
-                # From the next gradient on the short way will do. autograd's number of the backward tells it from all
-                # others, so one that broke off leaves nothing to reset.
-                self._plain_task = _graph_task()
-            chunk.num_missing_grads -= 1
-            if not chunk.num_missing_grads:
-                self._note_complete(chunk)
-                self.sink.complete(chunk)
-
-    @own_work
-    def _leave(self, handle: ParamHandle) -> None:
-        """Count a gradient that arrives and is not kept (a probe has taken it)."""
-        if self._task != _graph_task():
-            self.be_alone()
-        with self._lock:
-            self.begin()
+            if grad is not None:
+                self._keep(handle, grad)
             chunk = handle.chunk
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:
-                self._note_complete(chunk)
+                PROGRESS.count += 1  # threads that wait for this backward give up when nothing goes on
+                if chunk.window is not None:
+                    # Nobody reads its weights again in this backward: its window is the first to go.
+                    self._manager.grads_complete(chunk)
+                if grad is not None:
+                    self.sink.complete(chunk)
 
-    def _note_complete(self, chunk: Chunk) -> None:
-        """Note that all gradients of a chunk are there. Called under the lock."""
-        PROGRESS.count += 1  # threads that wait for this backward give up when nothing goes on
-        if chunk.window is not None:
-            # Nobody reads its weights again in this backward: its window is the first to go.
-            self._manager.grads_complete(chunk)
+    def _keep(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        if self.scaling.is_needed or scaling.are_any_scaled:
+            self.scaling.enter()  # first, for it may refuse
+        if not self._state.takes_gradients:
+            self._begin_gradients()
+        if self._updates.pending:
+            # An update of the step before may still read the plane that this gradient overwrites.
+            handle.chunk.settle()
+        if self.landed_before[handle] > 0:
+            self.landed_before[handle] -= 1
+        else:
+            self.arrived.append(handle)
+            self.sink.take(handle, grad)
+            self.num_landed += 1
+        if self.sink.only_keeps and not stepping_in_backward and self.observers.around_own_work is None:
+            # From the next gradient on the short way will do. autograd's number of the backward tells it from all
+            # others, so one that broke off leaves nothing to reset.
+            self._plain_task = _graph_task()
 
     def _begin_gradients(self) -> None:
-        """Make ready for gradients: the first of a param has arrived in this backward. Called under the lock.
-
-        A pass that gives none (``autograd.grad`` of an input) updates nothing, and leaves gradients that wait alone.
-
-        Raises:
-            BudgetExceeded: if gradients of an earlier backward are kept and there is no room to accumulate.
+        """Make ready for gradients: the first of a param has arrived in this backward. A pass that gives none
+        (``autograd.grad`` of an input) updates nothing, and leaves gradients that wait alone.
         """
         # Before anything lands: the coefficient would else be applied to the new gradients too.
         if self._state.has_clipped:
@@ -270,7 +252,7 @@ class BackwardPass:
             )
         if self._updates.pending or self._updates.unseen.num_chunks:
             self._updates.drain()  # of params that this forward has not read
-        self.adds = self.has_gradients
+        self.adds = self.sink.has_gradients
         if self.adds:
             for handle in self._params.handles:
                 if handle.leftover is Leftover.TORN:
@@ -279,22 +261,8 @@ class BackwardPass:
         # Last: a backward that is refused above has changed nothing, and `abandon` goes by this.
         self._state.takes_gradients = True
 
-    @property
-    def is_reduced(self) -> bool:
-        """Whether gradients are added up with those of other ranks."""
-        return self.sink.divides
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether gradients of an earlier backward wait for the update."""
-        return self.sink.has_gradients
-
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Return the gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None.
-
-        Raises:
-            GeminiError: if it is not whole.
-        """
+        """Return the gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None."""
         if self.sink.has_replicas:
             # Their sums are made after backward, so what is in the plane may be this rank's part alone.
             self.sink.settle()
@@ -317,9 +285,6 @@ class BackwardPass:
 
         Args:
             leftover: what stands in their place.
-
-        Raises:
-            GeminiError: for zeros where gradients are kept nowhere; nothing was changed.
         """
         if leftover is Leftover.ZEROS and self.sink.transient:
             raise GeminiError(
@@ -426,7 +391,7 @@ class Recovery:
         self._updates.forget_collected()
         self._updates.await_held()
         # The backward broke off: what is landing of it is of no use.
-        self._gradients.start_over(alone=not self._backward.is_reduced)
+        self._gradients.start_over(alone=not self._backward.sink.divides)
         self._manager.foresight.interrupt()
         self._activations.recover()
         with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
@@ -441,5 +406,5 @@ class Recovery:
             hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
             state.num_open = 0
         # Pins that nobody has noted (an interrupt between pinning and noting) would keep windows for good.
-        if not (state.computing or self._forward.is_transformed or self._manager.is_balanced()):
+        if not (state.computing or self._forward.transformed or self._manager.is_balanced()):
             self._manager.start_over()

@@ -33,11 +33,11 @@ class ForwardPass:
 
     def __init__(self, parts: Parts, trained: TrainedParams):
         self.calls, self.observers, self.exposure = parts.calls, parts.observers, parts.exposure
-        self._manager, self._state, self._lock = parts.store.manager, parts.state, parts.lock
+        self._manager, self.state, self.lock = parts.store.manager, parts.state, parts.lock
         self._saved_weights, self._activations = parts.saved_weights, parts.activations
-        self._updates, self._trained, self._company = parts.updates, trained, parts.company
+        self.updates, self._trained, self._company = parts.updates, trained, parts.company
         self._moves, self._device = parts.store.moves, parts.store.device
-        self._transformed: dict[int, list[Chunk]] = {}
+        self.transformed: dict[int, list[Chunk]] = {}
         """By thread: chunks, each acquired once, that its ``torch.func`` may still read."""
 
     # ---- calls of modules ---------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class ForwardPass:
         Args:
             keep: what modules inside it read, kept for all of them.
         """
-        state = self._state
+        state = self.state
         if threading.get_ident() not in state.occupancy.inside:
             state.occupancy.enter(is_part=True)
         if not state.computing:
@@ -65,7 +65,7 @@ class ForwardPass:
         if self._activations.offloads and not state.in_backward:
             self._activations.begin_forward()
         # Moving weights is no part of a transform around the model: inside one, copies would be recorded and batched.
-        with self._lock, without_transforms():
+        with self.lock, without_transforms():
             if not state.computing:
                 self._begin()
             if self.observers.recording is not None:
@@ -97,12 +97,12 @@ class ForwardPass:
     def _begin(self) -> None:
         """Begin a forward while nothing computes: errors of updates first, then the schedule, then the guards."""
         # An update that failed on its thread is told here, before a forward computes with half of it.
-        if self._updates.pending:
-            self._updates.check()
+        if self.updates.pending:
+            self.updates.check()
         if self._activations.offloads:
             self._activations.flights.check()
-        self._state.check_whole()
-        self._state.check_there()
+        self.state.check_whole()
+        self.state.check_there()
         if self._moves:
             self._saved_weights.begin_forward()
             # A view of a window that somebody keeps shows the weights of before the last step until this.
@@ -121,17 +121,17 @@ class ForwardPass:
         """
         if not self.exposure.late and self.observers.recording is None:
             thread = threading.get_ident()
-            self._state.settle(thread, id(self.calls.running[thread][0].module))
+            self.state.settle(thread, id(self.calls.running[thread][0].module))
 
     @own_work
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed; None if it never began. Takes the lock."""
         try:
-            with self._lock, without_transforms():
+            with self.lock, without_transforms():
                 record = self.calls.end(module)
                 # Hooks inside it would stay silent in the next forward too.
                 if record is None or record.parent is None:
-                    self._state.unsettle()
+                    self.state.unsettle()
                 self._end_if_over()
                 if self.observers.recording is not None:
                     self.observers.recording.end_call()
@@ -141,35 +141,35 @@ class ForwardPass:
                         if chunk.is_lent:
                             self.lend(chunk)
                 self.exposure.rest_if_idle()
-                if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
-                    self._state.close()
+                if not torch.is_grad_enabled() and not self.state.computing:  # else its backward is still to come
+                    self.state.close()
             if self._activations.offloads and not self.calls.running:
                 self._activations.end_forward()
             return record
         finally:
-            if self._state.occupancy.parts and self._state.occupancy.is_part and not self.calls.depth:
-                self._state.occupancy.leave()  # last: whoever is alone from here on finds all in order
+            if self.state.occupancy.parts and self.state.occupancy.is_part and not self.calls.depth:
+                self.state.occupancy.leave()  # last: whoever is alone from here on finds all in order
 
     def unwind(self, depth: int) -> None:
         """End the calls of this thread beyond ``depth``, which an exception ended without their hooks."""
-        with self._lock:
+        with self.lock:
             self.calls.unwind(depth)
-            self._state.unsettle()
+            self.state.unsettle()
             self._end_if_over()
 
     def abandon(self) -> None:
         """End all calls of this thread, and those of threads that have died. Called by Recovery alone."""
         self.calls.abandon()
-        self._state.unsettle()
-        if self._state.occupancy.is_part:
-            self._state.occupancy.leave()
+        self.state.unsettle()
+        if self.state.occupancy.is_part:
+            self.state.occupancy.leave()
         self._end_if_over()
         self.let_go_of_transformed()
 
     def _end_if_over(self) -> None:
         # The last thread that runs a forward ends the phase of all.
-        if self._state.in_forward and not self.calls.running:
-            self._state.end_forward()
+        if self.state.in_forward and not self.calls.running:
+            self.state.end_forward()
 
     @own_work
     def lend(self, chunk: Chunk) -> None:
@@ -184,17 +184,12 @@ class ForwardPass:
 
     # ---- torch.func ---------------------------------------------------------------------------------------------
 
-    @property
-    def is_transformed(self) -> bool:
-        """Whether chunks are kept for a transform."""
-        return bool(self._transformed)
-
     def _keep_for_transform(self, chunks: tuple[Chunk, ...]) -> None:
         """Keep chunks gathered until a transform is over, since ``torch.func.grad`` saves params where nobody sees."""
-        with self._lock, without_transforms():
-            if not self._transformed:
-                self._state.num_open += 1  # it ends without telling
-            kept = self._transformed.setdefault(threading.get_ident(), [])
+        with self.lock, without_transforms():
+            if not self.transformed:
+                self.state.num_open += 1  # it ends without telling
+            kept = self.transformed.setdefault(threading.get_ident(), [])
             for chunk in chunks:
                 if chunk not in kept:
                     self._manager.acquire(chunk)
@@ -204,56 +199,50 @@ class ForwardPass:
         """Release what was kept for transforms, which do not tell when they end: this thread's, unless one runs in it,
         and that of threads that ended.
         """
-        if not self._transformed:
+        if not self.transformed:
             return
-        with self._lock:
-            going = self._transformed.keys() - {thread.ident for thread in threading.enumerate()}
+        with self.lock:
+            going = self.transformed.keys() - {thread.ident for thread in threading.enumerate()}
             if innermost_transform() is None:
                 going.add(threading.get_ident())
             for thread in going:
-                for chunk in self._transformed.pop(thread, []):
+                for chunk in self.transformed.pop(thread, []):
                     self._manager.release(chunk)
 
     # ---- reads by others ----------------------------------------------------------------------------------------
 
-    def begin_reading(self) -> None:
-        """Check that params may be read for a gradient while no module computes."""
-        self._updates.check()
-        self._state.check_whole()
-        self.follow_flips()
-
     def follow_flips(self) -> None:
         """Give params that became trained (``requires_grad`` was flipped) the planes and hooks that they lack."""
-        if self._state.requires_grad_changed:
-            self._state.requires_grad_changed = False
+        if self.state.requires_grad_changed:
+            self.state.requires_grad_changed = False
             self._trained.follow()
 
     @contextmanager
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Gather the weights of ``chunks`` and make their params ordinary ones, outside of a module's call."""
-        self._state.check_there()
+        self.state.check_there()
         # Noted first, as in `begin_call`: an interrupt inside is found by whoever comes next.
-        occupancy = self._state.occupancy
+        occupancy = self.state.occupancy
         is_first = threading.get_ident() not in occupancy.inside
         try:
             occupancy.enter()
-            self._state.num_open += 1
-            with self._state.gathering(), self._exposed(chunks), self._saved_weights.open():
+            self.state.num_open += 1
+            with self.state.gathering(), self._exposed(chunks), self._saved_weights.open():
                 yield
         finally:
             if is_first:
                 occupancy.leave()
-            with self._lock, without_transforms():
+            with self.lock, without_transforms():
                 self.exposure.rest_if_idle()
                 # With autograd on a backward may follow that reads them: that one closes.
                 if not torch.is_grad_enabled():
-                    self._state.close()
+                    self.state.close()
 
     @contextmanager
     def _exposed(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         acquired: list[Chunk] = []
         try:
-            with self._lock, without_transforms():
+            with self.lock, without_transforms():
                 # Before new pins: a lent window with old content must be fetched again before anybody reads it.
                 self._manager.refresh_lent()
                 for chunk in chunks:
@@ -262,18 +251,11 @@ class ForwardPass:
                     self.exposure.expose(chunk)
             yield
         finally:
-            with self._lock, without_transforms():
+            with self.lock, without_transforms():
                 # Guarded first: the release drops a window that an update has overtaken.
                 for chunk in acquired:
                     self.exposure.cover(chunk)
                     self._manager.release(chunk)
-
-    def lend_what_is_left(self, chunks: Iterable[Chunk]) -> None:
-        """Keep gathered, for the call around, those of ``chunks`` of which an operation has left a view."""
-        with self._lock:
-            for chunk in chunks:
-                if chunk.is_lent:
-                    self.lend(chunk)
 
 
 # ---- a param that an operation reads outside its own module's forward ------------------------------------------------
@@ -308,7 +290,10 @@ class StrayReads:
         with forward.opened(moving):
             result = func(*args, **kwargs)
         # After the block: the block itself looked into the window, and would count as somebody else.
-        forward.lend_what_is_left(moving)
+        with forward.lock:
+            for chunk in moving:
+                if chunk.is_lent:
+                    forward.lend(chunk)
         record.on_gradient(result, partial(begin_backward_of, self._owner, record))
         # An operation that writes to a weight (`w.mul_(2)` in another module's forward) is refused here, by name.
         forward.exposure.refuse_writes()
@@ -317,7 +302,9 @@ class StrayReads:
     @contextmanager
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Keep ``chunks`` gathered around an operation that reads them while no module computes."""
-        self._forward.begin_reading()
+        self._forward.updates.check()
+        self._forward.state.check_whole()
+        self._forward.follow_flips()
         with self._forward.opened(chunks):
             yield
 

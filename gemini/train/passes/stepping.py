@@ -87,11 +87,7 @@ class Stepping:
     # ---- before the step ----------------------------------------------------------------------------------------
 
     def check_mode(self, step_in_backward: bool, speculate: bool) -> None:
-        """Refuse an optimizer that does not fit how gradients are kept.
-
-        Raises:
-            GeminiError: naming the remedy.
-        """
+        """Refuse an optimizer that does not fit how gradients are kept."""
         transient = self._mode == "transient"
         if transient and not step_in_backward:
             raise GeminiError(
@@ -127,10 +123,6 @@ class Stepping:
         applies it as it reads the gradients. Where all of them were summed on a GPU, clipping the whole model leaves
         both numbers there, and the host waits for neither; else it waits here for the sums of squares, once, and
         ``optimizer.step()`` then knows them already.
-
-        Raises:
-            GeminiError: for transient gradients, which are gone when the norm is known (:meth:`measuring`).
-            NonFiniteGradient: with ``error_if_nonfinite``.
         """
         self._recovery.forget_interrupted()
         if self._mode == "transient":
@@ -185,11 +177,7 @@ class Stepping:
 
     @alone
     def find_nonfinite(self, handles: list[ParamHandle]) -> bool:
-        """Tell ``GradScaler.unscale_`` whether these gradients, scaled by a scaler, hold inf or NaN.
-
-        Raises:
-            GeminiError: if their loss was not scaled.
-        """
+        """Tell ``GradScaler.unscale_`` whether these gradients, scaled by a scaler, hold inf or NaN."""
         self.scaling.check_scaled()
         self._gradients.await_sums()
         return not math.isfinite(self._gradients.norms.total_sum(handles))
@@ -202,12 +190,7 @@ class Stepping:
 
     @contextmanager
     def measuring(self, max_norm: float) -> Iterator[MeasuredNorm]:
-        """Let a backward inside leave the norm of its gradients and nothing else; the next one updates, clipped by it.
-
-        Raises:
-            GeminiError: where gradients are kept, with several ranks, and if no gradient came.
-            NonFiniteGradient: at the end; no weight was changed.
-        """
+        """Let a backward inside leave the norm of its gradients alone; the next one updates, clipped by it."""
         self._recovery.forget_interrupted()
         if self._mode != "transient" or self._sink.divides:
             why = "with several ranks" if self._mode == "transient" else f"with gradients={self._mode!r}"
@@ -224,7 +207,7 @@ class Stepping:
             self.state.clip_in_backward = 1.0
             with replaced(self.state, "measuring", True):
                 yield measured
-            if not self._backward.has_gradients:
+            if not self._sink.has_gradients:
                 raise GeminiError("measuring_grad_norm(): no backward gave a gradient inside of it")
             # First: a norm of NaN would make a coefficient of NaN, and the next backward would write it into weights.
             self._gradients.norms.check_finite(handles)
@@ -252,12 +235,7 @@ class Stepping:
     # ---- the step -----------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: Stepper) -> None:
-        """Begin ``optimizer.step()``: the model is whole, and all ranks are about to make the same step.
-
-        Raises:
-            GeminiError: if an update broke off before.
-            RankMismatch: on every rank; no weight was changed.
-        """
+        """Begin ``optimizer.step()``: the model is whole, and all ranks are about to make the same step."""
         if self.state.corrupted_by is not None:
             self.state.check_whole()
         self.state.check_there()
@@ -307,7 +285,11 @@ class Stepping:
             self._exposure.refuse(written)
         clip = self.state.clip_there
         # None where the host has to look; it then waits for the sums of squares, and the step goes on with numbers.
-        stop = self._stop_on_device(handles, clip) if self._may_stop_there and not is_scaled else None
+        stop = None
+        if self._may_stop_there and not is_scaled:
+            for handle in handles:
+                handle.refuse_incomplete_gradient()  # the host's own look does this with the sums
+            stop = self.updates.unseen.stop_for_step(self._store.mover, handles, self.rule, clip)
         if stop is None:
             self._gradients.norms.check_finite(handles)
             if clip is not None and handles:
@@ -345,13 +327,6 @@ class Stepping:
         before, self._step_began = self._step_began, time.perf_counter()
         waited = self._store.mover.watch.stalls.get("update", 0.0)
         self.updates.guesses.note_step(is_plain=is_plain, waiting=waited / (self._step_began - before))
-
-    def _stop_on_device(self, handles: list[ParamHandle], clip: kernels.ClipFactor | None) -> torch.Tensor | None:
-        """Make the flag by which the device itself stops updates that are not finite; None where it cannot."""
-        # The host's own look does this with the sums; here nobody else would.
-        for handle in handles:
-            handle.refuse_incomplete_gradient()
-        return self.updates.unseen.stop_for_step(self._store.mover, handles, self.rule, clip)
 
     def _by_chunk(
         self,
