@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from gemini.errors import BudgetExceeded, StorageError, human_bytes, parse_bytes
+from gemini.errors import BudgetExceeded, parse_bytes
 from gemini.ledger import OF_BUDGET, Ledger
 from gemini.tiers import MemoryBudget, Tier
 
@@ -97,14 +97,6 @@ class Pool:
         left = {tier: self._budgets[tier] - self.kept_by_others(None, tier) for tier in budgets}
         left[Tier.CPU] -= 0 if members else later
         return {t: max(n - (0 if t is compute else self.needed_by_others(None, t)), 0) for t, n in left.items()}
-
-    def taken_by(self, models: list[Ledger]) -> str:
-        """What these keep of the whole, for people."""
-        return ", ".join(
-            f"{tier.value}: {human_bytes(sum(ledger.kept(tier) for ledger in models))} of {human_bytes(budget)} theirs"
-            for tier, budget in self._budgets.items()
-            if budget
-        )
 
     def check_invariants(self) -> None:
         """Check that all models together are inside the budget. For tests."""
@@ -187,13 +179,9 @@ def joining(memory: MemoryBudget) -> Iterator[None]:
         for ledger in [] if pool is None else pool.members():
             if not any(ledger is other for other in before):
                 pool.leave(ledger)  # type: ignore[union-attr]
-        if isinstance(e, StorageError) and memory.durable and before:
-            raise StorageError(
-                f"{e}. A durable store is of one model: give the others dataclasses.replace(memory, durable=False)"
-            ) from e
-        if pool is not None and isinstance(e, BudgetExceeded) and before:
+        if isinstance(e, BudgetExceeded) and before:
             raise BudgetExceeded(
-                f"{e}. These budgets are what the other models leave of a SharedBudget ({pool.taken_by(before)}): "
-                "raise it by what is missing, or have the first model leave more with later="
+                f"{e}. These budgets are what the other models leave of a SharedBudget: raise it by what is missing, "
+                "or have the first model leave more with later="
             ) from e
         raise

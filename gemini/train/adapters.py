@@ -18,7 +18,7 @@ from gemini.errors import GeminiError
 from gemini.interrupts import call_without_grad
 from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
-from gemini.train.engine import Engine
+from gemini.train.engine import engine_of
 from gemini.train.modules.codes import first_coded
 from gemini.train.modules.reading import Structure, is_a, is_tuner_layer
 from gemini.train.params.exposure import take_in
@@ -26,6 +26,23 @@ from gemini.train.params.handle import handle_of, handles_of
 from gemini.train.params.state_dict import own_state
 from gemini.train.sharding.company import Company
 from gemini.train.wrap import unmanage
+
+
+def _refusal(what: str) -> GeminiError:
+    return GeminiError(
+        f"{what} on a managed model: params of a new adapter would not be managed. Add adapters first and wrap "
+        "after, GeminiDDP(get_peft_model(model, peft_config), config); set_adapter() switches between those that are "
+        "there"
+    )
+
+
+def _refused(what: str) -> Any:
+    """A method that makes a new adapter."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _refusal(what)
+
+    return method
 
 
 class ManagedAdapters:
@@ -51,7 +68,7 @@ class ManagedAdapters:
 
         With several ranks all of them call it with the same directory; the first one writes.
         """
-        company = _engine(self).shards
+        company = engine_of(self).shards
         kwargs |= {
             "safe_serialization": safe_serialization,
             "selected_adapters": selected_adapters,
@@ -68,7 +85,7 @@ class ManagedAdapters:
 
     def _save_together(self, company: Company, directory: Path, kwargs: dict[str, Any]) -> None:
         """All ranks go through PEFT's saving side by side, for what it reads takes all of them."""
-        engine = _engine(self)
+        engine = engine_of(self)
         engine.state.check_whole()
         if kwargs.get("state_dict") is None:
             kept = Structure(self).adapters  # type: ignore[arg-type]
@@ -141,13 +158,8 @@ class ManagedAdapters:
         kwargs["autocast_adapter_dtype"] = False
         return super().load_adapter(model_id, adapter_name, *args, **kwargs)  # type: ignore[misc]
 
-    def add_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Refused: the params of an adapter have to be there when the model is wrapped."""
-        raise _refusal(f"add_adapter({adapter_name!r})")
-
-    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: it makes a new adapter."""
-        raise _refusal("add_weighted_adapter()")
+    add_adapter = _refused("add_adapter()")
+    add_weighted_adapter = _refused("add_weighted_adapter()")
 
     def delete_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Refused: the memory of an adapter belongs to the chunks that were laid out for it."""
@@ -160,13 +172,8 @@ class ManagedAdapters:
 class NoAdapters:
     """The methods by which a transformers model takes adapters in, of one that is managed without."""
 
-    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: the params of an adapter have to be there when the model is wrapped."""
-        raise _refusal("add_adapter()")
-
-    def load_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: the params of an adapter have to be there when the model is wrapped."""
-        raise _refusal("load_adapter()")
+    add_adapter = _refused("add_adapter()")
+    load_adapter = _refused("load_adapter()")
 
 
 def faces_of(original: type[nn.Module]) -> tuple[type, ...]:
@@ -195,19 +202,6 @@ def refuse_unsupported(structure: Structure) -> None:
             )
 
 
-def _refusal(what: str) -> GeminiError:
-    return GeminiError(
-        f"{what} on a managed model: params of a new adapter would not be managed. Add adapters first and wrap "
-        "after, GeminiDDP(get_peft_model(model, peft_config), config); set_adapter() switches between those that are "
-        "there"
-    )
-
-
-def _engine(model: Any) -> Engine:
-    engine: Engine = model.__dict__["_gemini_engine"]
-    return engine
-
-
 def _check_merge_allowed(tuner: Any) -> None:
     if not hasattr(tuner, "merge_adapter"):
         raise GeminiError(f"{type(tuner).__name__} has nothing to merge: its prompts are not part of any weight")
@@ -233,7 +227,7 @@ def _tuner_layers(model: nn.Module) -> Iterator[Any]:
 @contextmanager
 def _written(model: Any, layer: nn.Module) -> Iterator[None]:
     """``gathered(write=True)`` for one tuner layer; what PEFT puts in place of a weight is copied into it."""
-    _engine(model).state.check_masters("merging or unmerging adapters")  # it would add averages to the frozen base
+    engine_of(model).state.check_masters("merging or unmerging adapters")  # it would add averages to the frozen base
     handles = handles_of(layer.parameters())
     with model.gathered([handle.param for handle in handles], write=True):
         yield

@@ -27,7 +27,7 @@ from gemini.planning.trace import MemoryTrace
 from gemini.train import wrap
 from gemini.train.adapters import faces_of, refuse_unsupported
 from gemini.train.checkpoint.export import Export
-from gemini.train.engine import Engine
+from gemini.train.engine import engine_of
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.mixed import MADE, move_buffers, warn_of_fp16
@@ -42,6 +42,15 @@ from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.step import alone, run_alone
 
 T = TypeVar("T")
+
+
+def _refused(why: str) -> Any:
+    """A method that a managed model refuses."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise GeminiError(why)
+
+    return method
 
 
 class GeminiDDP(nn.Module):
@@ -103,7 +112,7 @@ class GeminiDDP(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward. Out of memory it is run once more, with the same bits, if nothing but its result has changed."""
-        again, batch = _engine(self).again, (args, kwargs)
+        again, batch = engine_of(self).again, (args, kwargs)
         beginning = again.begin(self, batch)
         try:
             return self._gemini_call(*args, **kwargs)
@@ -121,7 +130,7 @@ class GeminiDDP(nn.Module):
         ``torch.no_grad()`` of the model's may not have.
         """
         # Noted outside of the call: hooks of torch do not run after a KeyboardInterrupt.
-        before, engine = torch.is_grad_enabled(), _engine(self)
+        before, engine = torch.is_grad_enabled(), engine_of(self)
         depth = engine.forward.calls.depth
         occupancy = engine.state.occupancy
         is_first = threading.get_ident() not in occupancy.inside
@@ -144,7 +153,7 @@ class GeminiDDP(nn.Module):
         outside, which reduces them. Without ``no_sync`` every backward reduces its gradients, and each rank keeps its
         share: far less memory, more communication, the same sums within rounding.
         """
-        engine = _engine(self)
+        engine = engine_of(self)
         # Ranks keep their gradients whole inside; the state is what updates inside backward ask.
         with engine.shards.without_reducing(), replaced(engine.state, "accumulating", True):
             yield
@@ -164,7 +173,7 @@ class GeminiDDP(nn.Module):
         Raises:
             torch.OutOfMemoryError: from the second time. It says whether gradients of this step are whole.
         """
-        return _engine(self).again.micro_batch(call)
+        return engine_of(self).again.micro_batch(call)
 
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:
@@ -177,7 +186,7 @@ class GeminiDDP(nn.Module):
         Raises:
             GeminiError: inside another ``step_scope``.
         """
-        engine = _engine(self)
+        engine = engine_of(self)
         # Several ranks follow the script that they agreed on, which a schedule of one rank must not change.
         with contextlib.nullcontext() if engine.ranks.shares_params else engine.store.manager.foresight.scope():
             yield
@@ -207,17 +216,17 @@ class GeminiDDP(nn.Module):
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        ranks = _engine(self).ranks
-        if ranks.slice_ and not _engine(self).backward.gradients.norms.knows_all:
+        ranks = engine_of(self).ranks
+        if ranks.slice_ and not engine_of(self).backward.gradients.norms.knows_all:
             raise GeminiError(
                 f"clip_grad_norm_ of a model that was sliced by hand (this rank has {ranks.slice_}): Gemini does not "
                 "know which params are slices and which are whole on every rank, so it cannot compute their norm. "
                 "Leave it out, or slice the model with gemini.slice_tensors"
             )
         # A param that nobody manages would be left out of the norm.
-        refuse_injected(_engine(self).state, self, is_root=True)
+        refuse_injected(engine_of(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
-        return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
+        return engine_of(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
 
     def measuring_grad_norm(self, max_norm: float) -> contextlib.AbstractContextManager[MeasuredNorm]:
         """Clip gradients with ``gradients="transient"``, which keeps none: run backward twice, as LOMO does.
@@ -241,13 +250,13 @@ class GeminiDDP(nn.Module):
         """
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        return _engine(self).stepping.measuring(float(max_norm))
+        return engine_of(self).stepping.measuring(float(max_norm))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all params. ``set_to_none=False`` sets them to zero instead
         (:meth:`gemini.HybridOptimizer.zero_grad`).
         """
-        _engine(self).stepping.discard(to_zero=not set_to_none)
+        engine_of(self).stepping.discard(to_zero=not set_to_none)
 
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Compile each repeated block in place: ``block.compile(**options)``, with the options of ``torch.compile``.
@@ -259,7 +268,7 @@ class GeminiDDP(nn.Module):
             GeminiError: without repeated blocks, or under context parallel.
             BudgetExceeded: from the next forward, without enough memory to gather a block.
         """
-        if _engine(self).ranks.context.size > 1:
+        if engine_of(self).ranks.context.size > 1:
             raise GeminiError(
                 "compile() of a model under context parallel: ranks meet inside its attention, where nothing can be "
                 "compiled. Leave it out"
@@ -280,7 +289,7 @@ class GeminiDDP(nn.Module):
             BudgetExceeded: if the tier that computes has no room for all of them at once. Pass fewer.
             ValueError: for params of another model.
         """
-        engine = _engine(self)
+        engine = engine_of(self)
         # Windows that an interrupted forward has pinned would take the room that is needed here.
         run_alone(engine.state, engine.recovery.forget_interrupted)
         if params is None:
@@ -304,7 +313,7 @@ class GeminiDDP(nn.Module):
                 hold the memory: the model stays parked, and ``with model.parked(): pass`` tries again.
             GeminiError: if a view of the weights, or a graph whose backward is to come, holds memory of the GPU.
         """
-        engine = _engine(self)
+        engine = engine_of(self)
         run_alone(engine.state, wrap.park, engine)
         try:
             yield
@@ -319,7 +328,7 @@ class GeminiDDP(nn.Module):
         Of a model in slices (``tp``) it is the whole param, and all ranks of ``tp`` must call this together; so for
         :meth:`full_grad` and :meth:`state_dict`.
         """
-        engine = _engine(self)
+        engine = engine_of(self)
         return engine.by_names.read_whole(engine.by_names[name], dtype)
 
     @alone
@@ -330,7 +339,7 @@ class GeminiDDP(nn.Module):
         Call it before ``optimizer.step()``, which consumes the gradients of the optimizer's params. Clipping does not
         change the copy, since it takes effect in the step.
         """
-        engine = _engine(self)
+        engine = engine_of(self)
         handle = engine.by_names[name]
         grad = engine.backward.read_grad(handle)
         return None if grad is None else engine.by_names.joined(handle, grad)
@@ -338,7 +347,7 @@ class GeminiDDP(nn.Module):
     @alone
     def memory_report(self) -> MemoryReport:
         """Bytes of each tier, and what moved and waited in the last step. ``print`` shows a table."""
-        engine = _engine(self)
+        engine = engine_of(self)
         # Figures of a model at rest: what is in flight would be counted in neither of its places.
         engine.drain()
         decision = engine.decision
@@ -363,7 +372,7 @@ class GeminiDDP(nn.Module):
             GeminiError: if the model is being recorded already.
             PlanMismatch: for a trace of another model.
         """
-        return Recording(_engine(self), self, trace).opened(self)
+        return Recording(engine_of(self), self, trace).opened(self)
 
     # ---- saving and loading -------------------------------------------------------------------------------------
 
@@ -384,7 +393,7 @@ class GeminiDDP(nn.Module):
             destination, prefix, keep_vars = (*args, "", False)[:3]
         if keep_vars:
             raise GeminiError("state_dict(keep_vars=True): managed params hold no values; use keep_vars=False")
-        engine = _engine(self)
+        engine = engine_of(self)
         # An update in flight may still fail, which the check after it sees.
         engine.drain()
         engine.state.check_whole()
@@ -400,7 +409,7 @@ class GeminiDDP(nn.Module):
         """
         if assign:
             raise GeminiError("load_state_dict(assign=True): params live in chunks and are written, not replaced")
-        engine = _engine(self)
+        engine = engine_of(self)
         # Params that an interrupted forward has left ordinary would be written past the guard.
         engine.recovery.forget_interrupted()
         return load_model_state(self, engine.by_names, state_dict, strict)
@@ -417,7 +426,7 @@ class GeminiDDP(nn.Module):
             ValueError: for another dtype, or for ``dtype`` together with ``state_dict``.
             StorageError: if the folder cannot be written.
         """
-        engine = _engine(self)
+        engine = engine_of(self)
         engine.drain()
         engine.state.check_whole()
         # Before any file: slices that were cut by hand would be written over each other.
@@ -427,7 +436,7 @@ class GeminiDDP(nn.Module):
     # ---- refused ------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        engine = _engine(self)
+        engine = engine_of(self)
         # `fn` is asked what it would do with one number: weights are not there to be moved.
         probe = torch.empty((), dtype=COMPUTE_DTYPES[engine.config.precision], device=engine.store.device.torch_device)
         moved = fn(probe)
@@ -439,52 +448,37 @@ class GeminiDDP(nn.Module):
             f"{moved.dtype} on {moved.device}. Say it when wrapping: GeminiConfig(precision=..., device=...)"
         )
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise GeminiError(
-            "a managed model cannot be deep-copied: copy it before GeminiDDP(model), or load model.state_dict() into a "
-            "fresh model"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise GeminiError(
-            "a managed model cannot be pickled (torch.save(model), and copy.copy(model)): use "
-            "model.save_pretrained(dir), torch.save(model.state_dict(), file) or "
-            "gemini.save_checkpoint(dir, model, optimizer)"
-        )
-
-    def share_memory(self) -> Any:
-        """Refused: the memory of chunks comes and goes."""
-        raise GeminiError(
-            "share_memory() on a managed model: share a plain model's memory, and load state_dict() into it"
-        )
-
-    def _replicate_for_data_parallel(self) -> Any:
-        raise GeminiError("DataParallel cannot replicate a managed model: run one process per GPU with torchrun")
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        # DistributedDataParallel asks for this before it touches any param; torch.jit for every name that there is.
-        raise GeminiError(
+    __deepcopy__ = _refused(
+        "a managed model cannot be deep-copied: copy it before GeminiDDP(model), or load model.state_dict() into a "
+        "fresh model"
+    )
+    __reduce_ex__ = _refused(
+        "a managed model cannot be pickled (torch.save(model), and copy.copy(model)): use model.save_pretrained(dir), "
+        "torch.save(model.state_dict(), file) or gemini.save_checkpoint(dir, model, optimizer)"
+    )
+    share_memory = _refused(
+        "share_memory() on a managed model: share a plain model's memory, and load state_dict() into it"
+    )
+    resize_token_embeddings = _refused(
+        "resize_token_embeddings on a managed model: resize the embeddings before GeminiDDP(model)"
+    )
+    # DistributedDataParallel asks for this before it touches any param; torch.jit for every name that there is.
+    _ddp_params_and_buffers_to_ignore = property(
+        _refused(
             "neither DistributedDataParallel nor torch.jit takes a managed model, whose weights come and go: GeminiDDP "
             "is there in place of the first; for the other, load model.state_dict() into a plain model"
         )
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: chunks are laid out for the sizes at hand."""
-        raise GeminiError("resize_token_embeddings on a managed model: resize the embeddings before GeminiDDP(model)")
+    )
+    _replicate_for_data_parallel = _refused(
+        "DataParallel cannot replicate a managed model: run one process per GPU with torchrun"
+    )
 
     def _own(self, param: Any, caller: str = "gathered()") -> ParamHandle:
         handle = handle_of(param)
         # A param of another managed model has a handle too.
-        if handle is None or handle.owner() is not _engine(self):
+        if handle is None or handle.owner() is not engine_of(self):
             raise ValueError(f"{caller} was given a tensor that is not a managed param of this model")
         return handle
-
-
-def _engine(model: nn.Module) -> Engine:
-    engine = model.__dict__.get("_gemini_engine")
-    assert isinstance(engine, Engine), "a GeminiDDP class without its engine"
-    return engine
 
 
 # ---- the class of a managed model ------------------------------------------------------------------------------------

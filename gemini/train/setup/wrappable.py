@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemini.train.modules.codes import WHAT_WORKS, is_coded, is_of_library
+from gemini.train.modules.codes import WHAT_WORKS, is_coded
 from gemini.train.modules.reading import Structure, own_buffers
 from gemini.train.params.handle import handles_of
 
@@ -91,21 +91,11 @@ def _check_kind(name: str, param: torch.Tensor) -> None:
         raise ValueError(
             f"param {name!r} is not initialized yet (a lazy module): run one batch through the model before wrapping it"
         )
-    if type(param).__name__ == "DTensor":
-        raise TypeError(
-            f"param {name!r} is a DTensor: fully_shard or a parallel style has divided it already, and GeminiDDP "
-            "divides params itself. Wrap the bare model (GeminiDDP(model, config, mesh=...) says over which ranks)"
-        )
-    if is_of_library(type(param), "Int8Params"):
-        raise TypeError(
-            f"param {name!r} is of 8 bits (bitsandbytes' Linear8bitLt, load_in_8bit=True), whose codes its layers keep "
-            f"in places of their own: {WHAT_WORKS}"
-        )
     if is_traceable_wrapper_subclass(param) or not (is_coded(param) or _is_ordinary(type(param))):
         raise TypeError(
             f"param {name!r} is a {type(param).__name__}, a tensor with a behaviour of its own, which it would lose: "
-            "GeminiDDP manages ordinary params (nn.Parameter). Turn it into one (dequantize it), or make it a buffer; "
-            + WHAT_WORKS
+            "GeminiDDP manages ordinary params (nn.Parameter), and divides them itself. Turn it into one (dequantize it, "
+            "wrap before fully_shard), or make it a buffer; " + WHAT_WORKS
         )
 
 
