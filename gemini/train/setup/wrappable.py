@@ -94,7 +94,7 @@ def _check_kind(name: str, param: torch.Tensor) -> None:
     if is_traceable_wrapper_subclass(param) or not (is_coded(param) or _is_ordinary(type(param))):
         raise TypeError(
             f"param {name!r} is a {type(param).__name__}, a tensor with a behaviour of its own, which it would lose: "
-            "GeminiDDP manages ordinary params (nn.Parameter) and divides them itself. Turn it into one (dequantize it, "
+            "GeminiDDP manages ordinary params (nn.Parameter) and divides them. Turn it into one (dequantize it, "
             "wrap before fully_shard), or make it a buffer; " + WHAT_WORKS
         )
 
