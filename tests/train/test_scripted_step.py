@@ -50,7 +50,7 @@ def test_one_order_of_both_kinds(step: ScriptedStep) -> None:
     job = step.reduce(1, lambda: added.append(1), lambda: DONE)
     assert not job.is_complete(), "a gather stands before it"
     assert step.gather(CHUNKS[1]) is not None
-    job.wait(5.0)
+    job.wait()
     assert added == [1] and step.finish()
 
 
@@ -60,7 +60,7 @@ def test_who_waits_for_a_reduction_has_begun_what_stands_before_it(step: Scripte
     step.gather(CHUNKS[0])
     job = step.reduce(1, lambda: added.append(1), lambda: DONE)
     step.before_waiting_for(job)
-    job.wait_until_over(5.0)
+    job.wait_until_over()
     assert step.is_parted and not added and step.gather(CHUNKS[1]) is None and not step.finish()
 
 

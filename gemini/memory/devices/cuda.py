@@ -281,7 +281,8 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         # First, and whatever fails below: the limit of the allocator is the process's.
-        lift(self, self.torch_device)
+        if _limits.pop(self, None) is not None:
+            _apply(self.torch_device)
         with self.lock:
             copying, self._copying = self._copying, {}
         try:
@@ -392,8 +393,6 @@ def _own_gpu() -> int:
 
 # ---- the budget against what the driver says -------------------------------------------------------------------------
 
-# The budget of a GPU against what the driver says: what is not the allocator's, what others hold, and a limit.
-#
 # ``gpu=`` is the whole of what the process may take. Not all of it is handed out by torch's allocator: a CUDA context
 # and the kernels in it are the driver's, so the ledger holds them ("context") before anything else. What the allocator
 # takes beyond what it hands out (whole segments, fragments) has no holder; that it stays inside the budget is torch's
@@ -404,9 +403,8 @@ def _own_gpu() -> int:
 # Plans leave room for the same (:func:`gemini.planning.working.beside_bytes`). None of the constants was measured on a
 # GPU yet.
 
+# By owner: the number of its device, and the bytes that the allocator may reserve for it; None: as many as there are.
 _limits: weakref.WeakKeyDictionary[object, tuple[int, int | None]] = weakref.WeakKeyDictionary()
-"""By owner: the number of its device, and the bytes that the allocator may reserve for it; None: as many as there are.
-"""
 
 
 def beside_bytes(device: torch.device) -> int:
@@ -456,8 +454,8 @@ def check_room(device: torch.device, budget: int, reserved: int, freed: int) -> 
 
 
 def limit(owner: object, device: torch.device, budget: int | None) -> None:
-    """Let the allocator reserve no more on a device than the budgets of its owners, and what the program has there
-    before the first of them, until they end. One without a budget is an owner that needs no limit.
+    """Let the allocator reserve no more on a device than the budgets of its owners, and what the program had before the
+    first of them, until they end. One without a budget needs no limit.
     """
     assert device.index is not None
     # Cached segments count as reserved: left there, they would be in the way of the limit.
@@ -472,12 +470,6 @@ def limit(owner: object, device: torch.device, budget: int | None) -> None:
     if is_new:
         weakref.finalize(owner, _apply, device).atexit = False
     _apply(device)
-
-
-def lift(owner: object, device: torch.device) -> None:
-    """The owner ends."""
-    if _limits.pop(owner, None) is not None:
-        _apply(device)
 
 
 def _apply(device: torch.device) -> None:

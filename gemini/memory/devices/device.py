@@ -44,8 +44,7 @@ class Event:
         """Block the calling thread until it is over.
 
         Raises:
-            GeminiError: if it failed (with what it raised as the cause), or if nothing has moved in this process for
-                minutes.
+            GeminiError: if it failed, or if nothing has moved in this process for minutes.
         """
         if not self._done.is_set:
             await_latch(self._done, lambda: self.what)
@@ -53,11 +52,7 @@ class Event:
             raise GeminiError(f"{self.what} failed: {self._error}") from self._error
 
     def wait_until_over(self) -> None:
-        """:meth:`wait`, for who does not need to know how it ended.
-
-        Raises:
-            GeminiError: if it did not end, and nothing has moved in this process for minutes.
-        """
+        """:meth:`wait`, for who does not need to know how it ended."""
         try:
             self.wait()
         except Exception:
@@ -65,15 +60,13 @@ class Event:
                 raise
 
     def wait_on_device(self) -> None:
-        """Let what is given to the computing stream from now on come after this event.
-
-        To be called on the thread that computes. On CUDA it returns at once; a device that computes on the calling
-        thread has no other way than :meth:`wait`, whose errors it then raises.
+        """Let what is given to the computing stream from now on come after this event. Called on the thread that
+        computes. On CUDA it returns at once; a device that computes on the calling thread can only :meth:`wait`.
         """
         self.wait()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End it: for the one who works on it, once. ``error``: what ``wait`` raises as the cause."""
+        """End it, once. ``error``: what ``wait`` raises as the cause."""
         # Before it is set: whoever wakes up looks at it at once.
         self._error = error
         self._done.set()
@@ -136,8 +129,8 @@ class Device(ABC):
         """Zeroed memory on the device, as a uint8 tensor, for as long as the tensor lives."""
 
     def reserve_windows(self, num_bytes: int) -> None:  # noqa: B027 - pages of the host come one by one
-        """So many bytes of windows may have memory at once: get it in one piece, as far as that goes. Asked again,
-        where no window has any, what was got before goes back.
+        """So many bytes of windows may have memory at once: get it in one piece, in place of what was got before. No
+        window has any.
         """
 
     def has_place(self, num_bytes: int) -> bool:
@@ -166,14 +159,12 @@ class Device(ABC):
         self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()
     ) -> None:
         """Host buffers of so many bytes in all are going to be made: get ready what they are cut out of, once.
-
-        ``planes``: those among them whose sizes are known, with a name each, in the order in which they are made.
+        ``planes``: those whose sizes are known, with a name each, in the order in which they are made.
         """
 
     def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
-        """Page-aligned host memory that this device copies to and from at full speed.
-
-        ``zeroed``: whether it holds zeros; else whatever an earlier buffer left there.
+        """Page-aligned host memory that this device copies to and from at full speed. ``zeroed``: it holds zeros, and
+        not what an earlier buffer left there.
         """
         return host_bytes(num_bytes)
 
@@ -198,29 +189,26 @@ class Device(ABC):
     ) -> Event:
         """Start copying between host and device, from any thread.
 
-        Streams ("fetch", "evict") run in order, independent of each other. A copy begins when what the computing stream
-        was given before this call is done, and ``after`` is complete; an ``after`` that failed fails the copy. Until
-        the event is complete ``into`` must be neither read nor written, and ``source`` not written; both may be let go.
+        Streams ("fetch", "evict") run in order, independent of each other. Until the event is complete ``into`` must be
+        neither read nor written, and ``source`` not written; both may be let go.
 
-        ``behind_computing``: False waits for ``after`` only, not for what the computing stream was given. ``kept``: the
-        caller does not let go of either before the event is complete. Then memory of a GPU is free as soon as he does;
-        else when everything is over that the stream was given until then, later copies too.
+        Args:
+            after: the copy begins when this is complete, and fails where it failed.
+            behind_computing: and behind what the computing stream was given before this call.
+            kept: the caller lets go of neither before the event is complete. Then memory of a GPU is free as soon as he
+                does; else when everything is over that the stream was given until then, later copies too.
         """
 
     def beside(self, name: str) -> AbstractContextManager[None]:
-        """Give what the calling thread computes inside to a stream of its own, of that name.
-
-        ``mark()`` inside marks that stream, and ``Event.wait_on_device()`` inside makes that stream wait. Such streams
-        are not computing streams for :meth:`copy`, nor for windows, which must not go before a computing stream has
-        waited for what reads them there.
+        """Give what the calling thread computes inside to a stream of its own, of that name, which ``mark()`` and
+        ``Event.wait_on_device()`` inside are about. It is no computing stream for :meth:`copy`, nor for windows, which
+        must not go before a computing stream has waited for what reads them there.
         """
         return nullcontext()
 
     def launch(self, call: Callable[[], None], stream: str, memory: torch.Tensor, after: Event) -> Event:
-        """Let ``call`` give work on ``memory``, a window's, to a stream of that name (:meth:`beside`): the end of it.
-
-        The work begins when ``after`` is complete, and the last use of the window's memory by others is over. From any
-        thread.
+        """Let ``call`` give work on ``memory``, a window's, to a stream of that name (:meth:`beside`): the end of it. It
+        begins behind ``after`` and behind the last use of the window's memory by others. From any thread.
         """
         after.wait()
         call()
@@ -238,22 +226,18 @@ class Device(ABC):
         return DONE
 
     def beside_bytes(self) -> int:
-        """Bytes of a declared budget that this process takes whatever it does: a driver's context, kernels and their
-        workspaces, what an allocator rounds up.
-        """
+        """Bytes of a declared budget that this process takes whatever it does: a context, kernels, workspaces."""
         return 0
 
     def begin_budget(  # noqa: B027 - host memory is paged
         self, budget: int | None, reserved: int, freed: int, *, limited: bool
     ) -> None:
         """A model is given ``budget`` bytes of this device (None: what it takes), of which ``reserved`` are needed at
-        once; ``freed`` ones of tensors there are about to go.
-
-        Args:
-            limited: it has room for activations too, so that nothing of this process needs more.
+        once; ``freed`` ones of tensors there are about to go. ``limited``: it has room for activations too, so that
+        nothing of this process needs more.
 
         Raises:
-            BudgetExceeded: if others leave less than that.
+            BudgetExceeded: if others leave less than is needed at once.
         """
 
     def reserve_buffers(self, sizes: Iterable[int]) -> None:  # noqa: B027 - pages of the host come one by one
@@ -264,16 +248,13 @@ class Device(ABC):
         """Bytes of the device's memory that nobody holds now."""
 
     def memory_figures(self) -> dict[str, int]:
-        """The figures that the system has of the device's memory, in bytes, for this process and (as "driver") for all
-        of them: "allocated" and "reserved" by torch, "allocated_peak", "reserved_peak". Nothing where it is host
-        memory.
+        """Bytes of the device's memory, "allocated" and "reserved" by torch, their peaks, and ("driver") of all
+        processes. Nothing where it is host memory.
         """
         return {}
 
     def reserved_beyond(self, known: int) -> int:
-        """Bytes that torch's allocator has taken for this process since the budget began, beyond the ``known`` ones; 0
-        where nobody can say.
-        """
+        """Bytes that torch's allocator has taken since the budget began, beyond the ``known`` ones, if one can say."""
         return 0
 
     def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
