@@ -63,12 +63,7 @@ _OWN = _ONCE | {Turn.BUFFERS, Turn.SUMS}
 
 
 class Want:
-    """Bytes of a tier that are not free.
-
-    Args:
-        asking: whose turn it may be.
-        what: what it is for, to say so in a refusal.
-    """
+    """Bytes of a tier that are not free. ``asking``: whose turn it may be; ``what`` it is for, to say so in a refusal."""
 
     def __init__(
         self, ledger: Ledger, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn], what: str = ""
@@ -151,9 +146,7 @@ class Ledger:
     # ---- who gives way ------------------------------------------------------------------------------------------
 
     def register(self, turn: Turn, reclaim: Reclaimer, *tiers: Tier) -> None:
-        """From now on ask this method for bytes of these tiers when it is its turn. Called by the training thread,
-        where parts are made.
-        """
+        """From now on ask this method for bytes of these tiers when it is its turn."""
         # The list is put in place whole and never changed: `reclaim` may be walking the old one while a part that it
         # asks registers another.
         new = [(turn, tier, weakref.WeakMethod(reclaim)) for tier in tiers]
@@ -312,8 +305,7 @@ class Ledger:
     def reserve(
         self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn] = NEEDED, *, what: str = ""
     ) -> None:
-        """Take ``num_bytes`` of ``tier`` for ``holder``, before they are allocated; those whose turn it may be make
-        room.
+        """Take bytes for ``holder``, before they are allocated; those whose turn it may be make room.
 
         Raises:
             BudgetExceeded: if they do not fit; nothing was taken.
@@ -402,9 +394,7 @@ class Ledger:
 
     @contextmanager
     def reserving(self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn] = NEEDED) -> Iterator[None]:
-        """:meth:`reserve` what the block allocates. It is given back if the block fails; else whoever ends what was
-        allocated releases it.
-        """
+        """:meth:`reserve` what the block allocates. It is given back if the block fails."""
         # Outside of the block: a refusal has taken nothing, so nothing is given back for it.
         self.reserve(tier, num_bytes, holder, asking)
         try:
@@ -412,11 +402,6 @@ class Ledger:
         except BaseException:
             self.release(tier, num_bytes, holder)
             raise
-
-    def reset_peak(self) -> None:
-        with self._lock:
-            for account in self._accounts.values():
-                account.peak = account.used
 
     def check_invariants(self) -> None:
         """used = sum of holders, 0 <= used <= peak <= budget. Called by tests after every step."""

@@ -1,9 +1,8 @@
 """Tiers that keep files: one preallocated, nameless spill file per tier and process, read and written in whole pages.
 
-``SpillFile`` opens the file so that no death of the process leaves it behind (``O_TMPFILE``, or unlinked at once), asks
-for O_DIRECT and says aloud when the file system refuses it, preallocates every byte up front (a full disk is an error
-at construction, not in the middle of a step), and turns every failure into a :class:`StorageError` that says what to
-do. ``StripedFile`` is one file made of several, on a drive each.
+No death of the process leaves the file behind (``O_TMPFILE``, or unlinked at once), every byte is preallocated (a full
+disk is an error at construction, not in the middle of a step), and every failure is a :class:`StorageError` that says
+what to do. ``StripedFile`` is one file made of several, on a drive each.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def probe(directory: str | Path, tier: Tier = DRIVE) -> DirectoryProbe:
     """Try a spill file of one page in ``directory``, the one that a budget names for ``tier``.
 
     Raises:
-        StorageError: if the directory is missing, is not a directory, or cannot be written.
+        StorageError: if the directory is missing, or cannot be written.
     """
     directory = Path(directory).expanduser()
     fd, direct, nameless = _open(directory, tier)
@@ -74,24 +73,22 @@ class Extent(NamedTuple):
 class FileTransfer(Event):
     """Reads under way that were asked for at once, or writes. It keeps their memory alive until the disk is done with
     it. Any thread may wait for it; the first one takes the tickets and the others the lock.
-
-    Args:
-        queue: which gave the tickets.
-        under_way: what has begun, with its tickets; it grows until the transfer is handed out.
     """
 
-    def __init__(self, spill: SpillFile, queue: IoQueue, what: str, under_way: list[tuple[int, Extent]]):
+    def __init__(self, spill: SpillFile, what: str):
         # No latch, as other events have: the queue knows what is over.
         self._error: BaseException | None = None
-        self._spill, self._queue, self._what, self._under_way = spill, queue, what, under_way
+        self._spill, self._queue, self._what = spill, spill.queue, what
+        self.under_way: list[tuple[int, Extent]] = []
+        """What has begun, with its tickets; it grows until the transfer is handed out."""
         self._lock = threading.Lock()
 
     def is_complete(self) -> bool:
         # Never blocks: whoever has the lock may be waiting for the disk.
         if not self._lock.acquire(blocking=False):
-            return not self._under_way  # somebody waits, and so has the tickets
+            return not self.under_way  # somebody waits, and so has the tickets
         try:
-            return all(self._queue.done(ticket) for ticket, _ in self._under_way)
+            return all(self._queue.done(ticket) for ticket, _ in self.under_way)
         finally:
             self._lock.release()
 
@@ -108,23 +105,23 @@ class FileTransfer(Event):
     def wait_until_over(self) -> None:
         """:meth:`wait` for who does not need to know how it ended."""
         with self._lock:
-            while self._under_way:
+            while self.under_way:
                 try:
-                    self._queue.wait(self._under_way[0][0])
+                    self._queue.wait(self.under_way[0][0])
                 except (OSError, RuntimeError) as e:
                     if self._error is None:
-                        num_bytes, offset = self._under_way[0][1].tensor.nbytes, self._under_way[0][1].offset
+                        num_bytes, offset = self.under_way[0][1].tensor.nbytes, self.under_way[0][1].offset
                         self._error = self._spill.failed(self._what, num_bytes, offset, e)
                 except ValueError:
                     # The ticket was used up by a wait that an interrupt ended when it was over.
                     pass
                 # The disk is done with it: now its memory may go. Not after an interrupt, which may have come before
                 # the wait: the disk still has the memory.
-                del self._under_way[0]
+                del self.under_way[0]
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # Nobody waits for it, but the disk may still have the memory, which goes with this object.
-        if getattr(self, "_under_way", None) and not _ending():
+        if getattr(self, "under_way", None) and not _ending():
             with contextlib.suppress(Exception):
                 self.wait()
 
@@ -207,18 +204,15 @@ class SpillFile:
 
     def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> Event:
         """Start to fill memory from the file, all extents in one transfer; if one is refused, none is under way.
-
         ``urgent``: before other requests that have not been started.
         """
-        queue = self._queue or self.queue
-        return self._begin("read", queue.submit_read, extents, urgent)
+        return self._begin("read", self.queue.submit_read, extents, urgent)
 
     def begin_write(self, extents: Iterable[Extent]) -> Event:
         """Start to write memory to the file, all extents in one transfer; if one is refused, none is under way. Each is
         asked for when the one before it has been begun.
         """
-        queue = self._queue or self.queue
-        return self._begin("write", queue.submit_write, extents, False)
+        return self._begin("write", self.queue.submit_write, extents, False)
 
     def read(self, into: torch.Tensor, offset: int) -> None:
         """Fill ``into`` from ``offset``, before other requests: somebody waits for it."""
@@ -278,8 +272,7 @@ class SpillFile:
         return error
 
     def _begin(self, what: str, submit: Callable[..., int], extents: Iterable[Extent], urgent: bool) -> FileTransfer:
-        under_way: list[tuple[int, Extent]] = []
-        transfer = FileTransfer(self, self._queue or self.queue, what, under_way)
+        transfer = FileTransfer(self, what)
         try:
             with WHOLE:  # until the transfer has its ticket, nothing keeps memory that the disk is given
                 for extent in extents:
@@ -292,7 +285,7 @@ class SpillFile:
                         ticket = submit(self._fd, address, num_bytes, offset, urgent)
                     except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
                         raise self.failed(what, num_bytes, offset, e) from e
-                    under_way.append((ticket, extent))
+                    transfer.under_way.append((ticket, extent))
         except BaseException:
             # Whoever asked gives this memory to others when it raises.
             transfer.wait_until_over()

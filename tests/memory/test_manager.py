@@ -407,5 +407,3 @@ def test_ledger_invariants_and_refusals() -> None:
     with pytest.raises(AssertionError):
         ledger.release(Tier.CPU, 5, "a")
     ledger.check_invariants()
-    ledger.reset_peak()
-    assert ledger.peak(Tier.CPU) == 4

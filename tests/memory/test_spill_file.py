@@ -384,7 +384,7 @@ def test_an_interrupted_wait_leaves_the_memory_to_the_disk(
         patch.setattr(spill.queue, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             transfer.wait()
-    assert len(transfer._under_way) == 1, "nothing else keeps it"
+    assert len(transfer.under_way) == 1, "nothing else keeps it"
     transfer.wait()
     assert transfer.is_complete() and torch.equal(into, content)
     spill.close()

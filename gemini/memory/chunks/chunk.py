@@ -184,9 +184,7 @@ class FilePlane(Plane):
     to_write = to_read
 
     def give_back(self) -> None:
-        """End this plane: its slot may be allocated again. No transfer of it may be under way: the next owner of the
-        slot writes there.
-        """
+        """End this plane: its slot may be allocated again. No transfer of it may be under way."""
         self.file.give_back(self._offset, self.num_bytes)
 
     def mapped(self, start: int, stop: int) -> torch.Tensor:
@@ -224,20 +222,20 @@ Parts = Sequence[tuple[Plane, torch.Tensor]]
 
 def begin_load(parts: Parts, start: int, stop: int) -> Event:
     """Start to read the same range of these planes of one home; a file is asked once."""
+    first, into = parts[0]
+    if not isinstance(first, FilePlane):
+        return first.begin_load(start, stop, into)
     extents = [plane.to_read(start, stop, into) for plane, into in parts if isinstance(plane, FilePlane)]
-    plane, into = parts[0]
-    if isinstance(plane, FilePlane):
-        return plane.file.begin_read(chain.from_iterable(extents))
-    return plane.begin_load(start, stop, into)
+    return first.file.begin_read(chain.from_iterable(extents))
 
 
 def begin_store(parts: Parts, start: int, stop: int) -> Event:
     """Start to overwrite the same range of these planes of one home; a file is asked once."""
+    first, source = parts[0]
+    if not isinstance(first, FilePlane):
+        return first.begin_store(start, stop, source)
     extents = [plane.to_write(start, stop, source) for plane, source in parts if isinstance(plane, FilePlane)]
-    plane, source = parts[0]
-    if isinstance(plane, FilePlane):
-        return plane.file.begin_write(chain.from_iterable(extents))
-    return plane.begin_store(start, stop, source)
+    return first.file.begin_write(chain.from_iterable(extents))
 
 
 def make_plane(
@@ -250,12 +248,8 @@ def make_plane(
     *,
     crosses: bool = True,
 ) -> Plane:
-    """A zeroed plane in its home; whoever calls has reserved it.
-
-    Args:
-        crosses: it is copied between host and device in every step.
-        files: of each tier that keeps files.
-        pair: its slots, where it is durable.
+    """A zeroed plane in its home, which is reserved. ``pair``: its slots, where it is durable; ``crosses``: it is copied
+    between host and device in every step.
     """
     dtype = getattr(torch, spec.dtype)
     if tier is DRIVE and pair is not None:
@@ -333,9 +327,7 @@ class Chunk:
         return [(kind, plane) for kind, plane in self.planes.items() if kind != GRAD_ERROR]
 
     def change_planes(self, planes: Mapping[PlaneKind, Plane]) -> None:
-        """Put these planes in the place of what was there of their kinds. Nothing prepared refers to memory of before.
-        No update of the chunk may be in flight.
-        """
+        """Put these planes in the place of what was there of their kinds. No update of the chunk may be in flight."""
         # Before the planes change: what is prepared has views of the old memory, and an update through one would be
         # lost.
         self.prepared.clear()
@@ -376,15 +368,13 @@ class Chunk:
             self.update.settle()
 
     def begin_write(self) -> None:
-        """Wait until nothing is on its way out of the weights' home, which is about to change. Without it a copy that
-        is still being read would get half of the old and half of the new weights. Called by whoever writes, on any
-        thread.
+        """Wait until nothing is on its way out of the weights' home, which is about to change, or a copy would get half
+        of the old and half of the new. Called by whoever writes, on any thread.
         """
         if self.fetched is not DONE:
             self.fetched.wait_until_over()
 
     def step(self, event: UseChange) -> None:
-        # The table is looked at here first: this runs for every acquire, and `step` is called for its error only.
         """Make a transition of ``use``. Never called by a worker."""
-        after = USE_TABLE.get((self.use, event))
-        self.use = step(self.use, event, self.name) if after is None else after
+        # The table is looked at here first: this runs for every acquire, and `step` is called for its error only.
+        self.use = USE_TABLE.get((self.use, event)) or step(self.use, event, self.name)
