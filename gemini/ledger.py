@@ -63,7 +63,7 @@ _OWN = _ONCE | {Turn.BUFFERS, Turn.SUMS}
 
 
 class Want:
-    """Bytes of a tier that are not free. ``asking``: whose turn it may be; ``what`` it is for, to say so in a refusal."""
+    """Bytes of a tier that are not free. ``asking``: whose turn it may be; ``what``: what for, to say in a refusal."""
 
     def __init__(
         self, ledger: Ledger, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn], what: str = ""

@@ -248,8 +248,8 @@ def make_plane(
     *,
     crosses: bool = True,
 ) -> Plane:
-    """A zeroed plane in its home, which is reserved. ``pair``: its slots, where it is durable; ``crosses``: it is copied
-    between host and device in every step.
+    """A zeroed plane in its home, which is reserved. ``pair``: its slots, where it is durable; ``crosses``: it is
+    copied between host and device in every step.
     """
     dtype = getattr(torch, spec.dtype)
     if tier is DRIVE and pair is not None:

@@ -207,8 +207,8 @@ class Device(ABC):
         return nullcontext()
 
     def launch(self, call: Callable[[], None], stream: str, memory: torch.Tensor, after: Event) -> Event:
-        """Let ``call`` give work on ``memory``, a window's, to a stream of that name (:meth:`beside`): the end of it. It
-        begins behind ``after`` and behind the last use of the window's memory by others. From any thread.
+        """Let ``call`` give work on ``memory``, a window's, to a stream of that name (:meth:`beside`): the end of it.
+        It begins behind ``after`` and behind the last use of the window's memory by others. From any thread.
         """
         after.wait()
         call()
