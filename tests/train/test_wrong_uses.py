@@ -311,12 +311,11 @@ class Lengths(nn.Linear):
 
 
 def test_a_batch_on_another_device() -> None:
-    """Another device than the model's is told by what torch says; what merely is elsewhere is nobody's business."""
+    """It is refused by torch; what merely is elsewhere is nobody's business."""
     model: Any = GeminiDDP(nn.Linear(4, 2), GeminiConfig(precision="fp32", device="cpu"))
     assert model.device == torch.device("cpu")
-    with pytest.raises(GeminiError, match=r"computes on cpu.*tensors on meta\. .*value\.to\(model\.device\)") as e:
+    with pytest.raises(RuntimeError, match="device"):
         model(torch.zeros(3, 4, device="meta"))
-    assert "same device" in str(e.value.__cause__) or "device" in str(e.value.__cause__)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.zeros(3, 5))
     model(torch.zeros(3, 4)).sum().backward()
