@@ -100,9 +100,7 @@ class Faults:
                 self._patch(undo, Event, "wait")
                 self._patch(undo, Job, "wait")
             else:
-                word = self.kind.partition(":")[0]
-                self._patch(undo, kernels.IoQueue, word)
-                self._patch_tickets(undo, word)
+                self._patch_tickets(undo, self.kind.partition(":")[0])
             yield
 
     def _alarm(self, *_: Any) -> None:
