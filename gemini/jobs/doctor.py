@@ -216,4 +216,5 @@ def _store(directory: Path) -> Iterator[str]:
     elif (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
         yield "the run has overwritten it since. Ask again when the run has ended"
     else:
-        raise StorageError("\n  ".join((f"{len(damaged)} damaged", *damaged)))
+        places = "\n  ".join(damaged)
+        raise StorageError(f"{len(damaged)} damaged\n  {places}")
