@@ -80,6 +80,8 @@ def _kind(call: ast.Call) -> tuple[str, ast.expr]:
         return WARNING, call.args[0]
     if isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "error_called":
         return "StorageError", call.args[0]  # what another rank raised: most often that it could not write
+    if isinstance(func, ast.Name) and func.id == "of_storage":  # an error of the drive gets these words
+        return "StorageError", call.args[0]
     is_type = isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "type"
     if is_type and not isinstance(call.args[0], ast.GeneratorExp):  # that one copies a sequence
         return "BudgetExceeded", call.args[0]  # `raise type(e)(...) from e` adds words to a refusal of the ledger
@@ -105,6 +107,8 @@ def _texts(node: ast.AST, named: dict[str, ast.AST]) -> list[str]:
 def _text(node: ast.AST, named: dict[str, ast.AST]) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
+    if isinstance(node, ast.Name) and node.id.isupper() and node.id in named:  # a constant of the file
+        return _text(named[node.id], named)
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part, named) for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
