@@ -233,7 +233,6 @@ class SimulateSettings(_Printed, _Played):
     """The options of ``gemini simulate``."""
 
     plan: Path = opt(None, "A plan: a JSON file of `plan --out`.", metavar="PLAN")
-    gpus: int | None = opt(_MACHINE, "Divide a plan of one GPU among this many. (Default: as planned.)", least=1)
     out: Path | None = opt(_OUTPUT, "Write the timeline to this JSON file.", type=new_file)
 
 

@@ -148,8 +148,8 @@ def simulate(settings: SimulateSettings, console: Console) -> int:
             "of `gemini doctor --measure --json FILE`."
         )
     plan = document.load(settings.plan, "", Plan.from_json)
-    hardware = load_hardware(settings.machine).with_gpus(settings.gpus or plan.layout.ranks)
-    timeline = gemini.simulate(plan, hardware, schedule=settings.schedule, gpus=settings.gpus)
+    hardware = load_hardware(settings.machine).with_gpus(plan.layout.ranks)
+    timeline = gemini.simulate(plan, hardware, schedule=settings.schedule)
     text = timeline.to_json()
     answer(settings, console, str(timeline).splitlines(), json=text, value=text, timeline=timeline)
     return 0

@@ -14,13 +14,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from gemini.planning.costs import RESOURCES, Cost, Costs
 from gemini.planning.fluid import Fluid
 from gemini.planning.layout import block_of
-from gemini.planning.mesh import Grid, MeshSizes
+from gemini.planning.mesh import Grid
 from gemini.planning.plan import Plan, standing, window_room
 from gemini.planning.planes import GRAD, GRADS, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import TRACKS, Track
@@ -96,18 +96,17 @@ class Landing(NamedTuple):
 
 
 class Work:
-    """All the hops of a plan on one rank; ``grid``: where the ranks are, by default all on one machine."""
+    """All the hops of a plan on one rank; ``grid``: where the ranks are."""
 
-    def __init__(self, plan: Plan, costs: Costs, grid: Grid | None = None, *, measured: bool):
+    def __init__(self, plan: Plan, costs: Costs, grid: Grid, *, measured: bool):
         self.plan = plan
         self.problem = plan.problem
         self.ranks = plan.layout.ranks
+        self.moving = plan.problem.moving(plan.placement)
+        self.fetch, self.landings, self.update = cache(self._fetch), cache(self._landings), cache(self._update)
         self._costs = costs
-        self._grid = Grid(MeshSizes(dp=self.ranks), self.ranks) if grid is None else grid
+        self._grid = grid
         self._measured = measured
-        self._fetches: dict[int, tuple[Hop, ...]] = {}
-        self._updates: dict[int, Update] = {}
-        self._landed: dict[bool, tuple[tuple[Landing, ...], ...]] = {}
 
     def _move(
         self, boundary: Boundary, num_bytes: int, name: str, cause: str, chunk: int = -1, *, copies: int = 1
@@ -122,18 +121,14 @@ class Work:
 
     def exchange(self, moment: int) -> tuple[Hop, ...]:
         """What a moment's layers say to their other slices, and to other parts of the sequences: computing waits."""
-        traced, found = self.plan.trace.moments[moment], list[Hop]()
-        if not traced.tp_bytes and not traced.cp_bytes:
-            return ()
-        for group, sent, cause in (
-            (self._grid.slices, traced.tp_bytes, SLICES),
-            (self._grid.parts, traced.cp_bytes, PARTS),
-        ):
-            if sent:
-                name = f"exchange of {traced.module or self.plan.trace.model}"
-                cost = self._costs.ring(group, sent)
-                found.append(Hop(Track.EXCHANGE, Track.EXCHANGE.value, cost, name, cause, num_bytes=sent))
-        return tuple(found)
+        traced = self.plan.trace.moments[moment]
+        name = f"exchange of {traced.module or self.plan.trace.model}"
+        sent = ((self._grid.slices, traced.tp_bytes, SLICES), (self._grid.parts, traced.cp_bytes, PARTS))
+        return tuple(
+            Hop(Track.EXCHANGE, Track.EXCHANGE.value, self._costs.ring(group, n), name, cause, num_bytes=n)
+            for group, n, cause in sent
+            if n
+        )
 
     @cached_property
     def computing(self) -> tuple[Hop, ...]:
@@ -148,12 +143,11 @@ class Work:
     @cached_property
     def launching(self) -> tuple[float, ...]:
         """One per moment: seconds of the thread that launches it."""
-        problem, homes = self.problem, self.plan.placement.homes
         moving, leaving = set[str](), set[str]()
         for index, chunk in enumerate(self.plan.layout.chunks):
             names = [slot.name for slot in chunk.slots]
-            moving.update(names if problem.needs_window(index, homes[index][WEIGHTS]) else ())
-            leaving.update(names if homes[index].get(GRAD) is not problem.compute else ())
+            moving.update(names if index in self.moving else ())
+            leaving.update(names if self.plan.placement.homes[index].get(GRAD) is not self.problem.compute else ())
         params, found = [param.name for param in self.plan.trace.params], []
         for moment in self.plan.trace.moments:
             hooked = sum(params[p] in moving for p in moment.params) + sum(
@@ -162,13 +156,8 @@ class Work:
             found.append(self._costs.launching(moment, hooked, measured=self._measured))
         return tuple(found)
 
-    def fetch(self, index: int) -> tuple[Hop, ...]:
-        """Gathering a chunk: from its home into the window, then the other ranks' parts."""
-        if index not in self._fetches:
-            self._fetches[index] = tuple(self._fetch(index))
-        return self._fetches[index]
-
     def _fetch(self, index: int) -> list[Hop]:
+        """Gathering a chunk: from its home into the window, then the other ranks' parts."""
         problem, homes = self.problem, self.plan.placement.homes[index]
         home, name = homes[WEIGHTS], f"fetch chunk {index}"
         cause = f"fetch from {home.value}"
@@ -186,17 +175,12 @@ class Work:
             hops.append(self._share(Track.GATHER, problem.window_bytes(index), title, GATHERING, index))
         return hops
 
-    def landings(self, *, adding: bool) -> tuple[tuple[Landing, ...], ...]:
+    def _landings(self, *, adding: bool) -> tuple[tuple[Landing, ...], ...]:
         """Per moment: the gradients that are complete after it. A param whose gradient no moment names comes last.
 
         Several ranks wait for all gradients of a chunk, and divide their sum; one rank lands each as it comes.
         ``adding``: to those of an earlier micro-batch.
         """
-        if adding not in self._landed:
-            self._landed[adding] = self._landings(adding=adding)
-        return self._landed[adding]
-
-    def _landings(self, *, adding: bool) -> tuple[tuple[Landing, ...], ...]:
         trace, layout = self.plan.trace, self.plan.layout
         last = len(trace.moments) - 1
         at = {trace.params[p].name: m for m, moment in enumerate(trace.moments) for p in moment.gradients}
@@ -246,13 +230,8 @@ class Work:
         hops += [self._move(way, moved[way], name, LANDING, index) for way in to_files if moved.get(way)]
         return hops
 
-    def update(self, index: int) -> Update:
-        """One update of a chunk."""
-        if index not in self._updates:
-            self._updates[index] = self._update(index)
-        return self._updates[index]
-
     def _update(self, index: int) -> Update:
+        """One update of a chunk."""
         problem, homes, name = self.problem, self.plan.placement.homes[index], f"update chunk {index}"
         streamed = index in self.plan.placement.streamed
         where = update_tier(problem, homes, streamed=streamed)
@@ -280,21 +259,19 @@ class Work:
         wanted = self.plan.offload_activations
         return None if wanted is None or Tier(wanted) is self.problem.compute else Tier(wanted)
 
-    def save(self, moment: int) -> tuple[Hop, ...]:
-        """Taking the inputs of checkpointed blocks away after a moment."""
-        away, num_bytes = self.activations_at, self.plan.trace.moments[moment].saved_bytes
-        if away is None or not num_bytes:
-            return ()
-        ways = path(self.problem.compute, away)
-        return tuple(self._move(way, num_bytes, "offload activations", ACTIVATION) for way in ways)
+    def carried_bytes(self, moment: int, *, back: bool) -> int:
+        """Bytes of inputs of checkpointed blocks that are taken away after a moment, or brought ``back`` before it."""
+        traced = self.plan.trace.moments[moment]
+        return 0 if self.activations_at is None else traced.restored_bytes if back else traced.saved_bytes
 
-    def restore(self, moment: int) -> tuple[Hop, ...]:
-        """Bringing them back before one."""
-        away, num_bytes = self.activations_at, self.plan.trace.moments[moment].restored_bytes
+    def carry(self, moment: int, *, back: bool) -> tuple[Hop, ...]:
+        """Doing so."""
+        away, num_bytes = self.activations_at, self.carried_bytes(moment, back=back)
         if away is None or not num_bytes:
             return ()
-        ways = path(away, self.problem.compute)
-        return tuple(self._move(way, num_bytes, "restore activations", ACTIVATION) for way in ways)
+        ways = path(away, self.problem.compute) if back else path(self.problem.compute, away)
+        name = "restore activations" if back else "offload activations"
+        return tuple(self._move(way, num_bytes, name, ACTIVATION) for way in ways)
 
 
 STEPS = 3
@@ -383,22 +360,16 @@ class Graph:
             self.change(task, "activations", traced.live_bytes - traced.peak_bytes, at_end=True)
         return traced.live_bytes
 
-    def saved(self, moment: int, tasks: list[int]) -> None:
-        """Activations were taken away by ``tasks``."""
-        away, num_bytes = self.work.activations_at, self.work.plan.trace.moments[moment].saved_bytes
-        if tasks and away is not None:
-            self.change(tasks[0], "activations", num_bytes, at_end=False, tier=away)
-            self.leave(tasks[-1], -num_bytes, at_end=True)
-
-    def restored(self, moment: int, tasks: list[int]) -> None:
-        away, num_bytes = self.work.activations_at, self.work.plan.trace.moments[moment].restored_bytes
-        if tasks and away is not None:
-            self.leave(tasks[0], num_bytes, at_end=False)
-            self.change(tasks[-1], "activations", -num_bytes, at_end=True, tier=away)
-
-    def leave(self, task: int, num_bytes: int, *, at_end: bool) -> None:
-        if self.work.problem.compute is Tier.GPU:
-            self.change(task, "activations", num_bytes, at_end=at_end)
+    def carried(self, moment: int, tasks: list[int], *, back: bool) -> None:
+        """Activations are taken away by ``tasks``, or ``back``: while they are on their way they are in both places."""
+        here, away = self.work.problem.compute, self.work.activations_at
+        if not tasks or away is None:
+            return
+        num_bytes = self.work.carried_bytes(moment, back=back)
+        source, target = (away, here) if back else (here, away)
+        for tier, task, change, at_end in ((target, tasks[0], num_bytes, False), (source, tasks[-1], -num_bytes, True)):
+            if tier is away or tier is Tier.GPU:
+                self.change(task, "activations", change, at_end=at_end, tier=tier)
 
 
 def _launch(hop: Hop, seconds: float) -> Hop:
@@ -406,18 +377,12 @@ def _launch(hop: Hop, seconds: float) -> Hop:
     return Hop(Track.COMPUTE, LAUNCHING, Cost(seconds, {}), f"launch {hop.name}", LAUNCHING)
 
 
-def needs_windows(work: Work) -> list[bool]:
-    """Per chunk: whether its weights have to be gathered."""
-    homes = work.plan.placement.homes
-    return [work.problem.needs_window(index, planes[WEIGHTS]) for index, planes in enumerate(homes)]
-
-
-def _awaited_together(work: Work, needs: list[bool]) -> dict[int, list[int]]:
+def _awaited_together(work: Work) -> dict[int, list[int]]:
     """By chunk whose weights do not move: those of its block, whose updates a block waits for before it computes."""
     found: dict[str, list[int]] = {}
     for index, chunk in enumerate(work.plan.layout.chunks):
         block = block_of(chunk.slots[0].name)
-        if block and not needs[index]:
+        if block and index not in work.moving:
             found.setdefault(block, []).append(index)
     return {index: chunks for chunks in found.values() for index in chunks}
 
@@ -451,7 +416,7 @@ def serial(work: Work) -> Graph:
             now = plan.moves_of(batch)[moment]
             for index in now.evict:
                 drop(index, len(graph.tasks), at_end=False)  # before the first task of this moment
-            graph.restored(moment, do(work.restore(moment), moment))
+            graph.carried(moment, do(work.carry(moment, back=True), moment), back=True)
             for index in now.fetch:
                 tasks = do(work.fetch(index), moment)
                 drop(index, tasks[0], at_end=False)  # gathered anew in the next micro-batch
@@ -467,7 +432,7 @@ def serial(work: Work) -> Graph:
                 graph.begins.append(computing)
             live = graph.live(computing, moment, live)
             do(work.exchange(moment), moment)
-            graph.saved(moment, do(work.save(moment), moment))
+            graph.carried(moment, do(work.carry(moment, back=False), moment), back=False)
             for landing in work.landings(adding=batch > 0)[moment]:
                 do(landing.hops, moment)
                 if landing.is_last and is_last and work.problem.gradients == "transient":
@@ -507,7 +472,6 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
     its last use, so that the room is there for the next fetch in order.
     """
     plan, problem = work.plan, work.problem
-    needs = needs_windows(work)
     per_batch, per_step = len(plan.moves), len(plan.moves) * plan.accumulate
     room = window_room(problem, plan.placement)
     opened: list[tuple[int, int]] = []  # (moment of the fetch, chunk)
@@ -526,7 +490,7 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
             opened.append((at, index))
             uses.append([at, at])
         for index in plan.accesses[at % per_batch].chunks:
-            if needs[index] and index in current:
+            if index in work.moving and index in current:
                 first_last = uses[current[index]]
                 if first_last[1] == opened[current[index]][0]:
                     first_last[0] = at
@@ -558,7 +522,6 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
     graph, plan = Graph(work), work.plan
     moments, per_batch, per_step = plan.trace.moments, len(plan.moves), len(plan.moves) * plan.accumulate
     fetches, released = _fetches(work, STEPS + 1)
-    needs = needs_windows(work)
     trained = [index for index, chunk in enumerate(plan.layout.chunks) if chunk.trainable]
     first_use = dict.fromkeys(trained, per_step)
     for at in reversed(range(per_batch)):
@@ -574,7 +537,7 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
     room = work.landing_room
     launched: list[int] = []  # the last moment that was, and what the next one is launched after besides
     due: dict[int, int] = {}  # updates that the thread which launches has not waited for
-    launches, together = any(work.launching), _awaited_together(work, needs)
+    launches, together = any(work.launching), _awaited_together(work)
     landed_here: list[int] = []  # by the host that computes, since the last moment
     saves: list[list[int]] = []
     waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
@@ -587,7 +550,7 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
         urgency = (step + 1) * per_step + first_use[index]
         ends = [graph.chain(piece.hops, step, moment, after, urgency, piece.staged)[-1] for piece in pieces[index]]
         updated[index] = due[index] = ends[0] if len(ends) == 1 else graph.add(nothing, step, -1, ends)
-        if not needs[index]:
+        if index not in work.moving:
             fetched[index] = updated[index]
 
     for index in standing(plan):
@@ -604,7 +567,7 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
             fetched[fetch.chunk] = tasks[-1]
         after = computed[-1:]
         after += [fetched.pop(index) for index in plan.accesses[moment].chunks if index in fetched]
-        hops = work.restore(moment)
+        hops = work.carry(moment, back=True)
         if hops:
             needed, missing = [], moments[moment].restored_bytes
             while waiting and missing > 0:
@@ -613,13 +576,13 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
                 missing -= num_bytes
             needed += [computed[restores[-2]]] if len(restores) > 1 else []
             tasks = graph.chain(hops, step, moment, needed, at)
-            graph.restored(moment, tasks)
+            graph.carried(moment, tasks, back=True)
             restores.append(at)
             after.append(tasks[-1])
         arriving = work.landings(adding=at % per_step >= per_batch)[moment]
         after += landed_here
         landed_here.clear()
-        if work.save(moment) and len(saves) >= SAVES_BEHIND:
+        if work.carry(moment, back=False) and len(saves) >= SAVES_BEHIND:
             after += saves[-SAVES_BEHIND]
         if launches:
             read = {other for index in plan.accesses[moment].chunks for other in together.get(index, (index,))}
@@ -633,10 +596,10 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
         if step == STEPS:
             break
         computed[-1:] = graph.chain(work.exchange(moment), step, moment, computed[-1:], at)[-1:] or computed[-1:]
-        hops = work.save(moment)
+        hops = work.carry(moment, back=False)
         if hops:
             tasks = graph.chain(hops, step, moment, computed[-1:], at)
-            graph.saved(moment, tasks)
+            graph.carried(moment, tasks, back=False)
             saves.append(tasks[-1:])
             waiting.append((tasks[-1], moments[moment].saved_bytes))
         for arrived in arriving:

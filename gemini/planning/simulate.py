@@ -15,15 +15,13 @@ for, or that this one waits for, and its cause gets the time. So
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.fluid import TaskTimes
 from gemini.planning.hardware import Hardware
 from gemini.planning.mesh import Grid, MeshSizes
-from gemini.planning.plan import Moves, Plan
-from gemini.planning.planes import WEIGHTS
+from gemini.planning.plan import Plan
 from gemini.planning.schedules import COMPUTING, LAUNCHING, STEPS, Change, Graph, Work, overlapped, serial
 from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.planning.traffic import Traffic, by_name
@@ -169,7 +167,6 @@ def simulate(
     hardware: Hardware,
     *,
     schedule: str = "overlapped",
-    gpus: int | None = None,
     clipping: bool | None = None,
     update_threads: int | None = None,
     efficiency: Efficiency | None = None,
@@ -187,8 +184,6 @@ def simulate(
             others are peaks and are multiplied by ``efficiency``.
         schedule: "overlapped": moves and updates run at the same time as computing, and the time is that of one step in
             a long run. "serial": every move is waited for, and updates run after backward.
-        gpus: the number of ranks that share the model. By default that of the plan. A plan for one rank can be
-            simulated for more: ``gpus`` ranks then divide every chunk, and homes and moves stay the same.
         clipping: whether updates wait for the norm of all gradients (only "overlapped"). By default True, except with
             ``gradients="transient"``.
         update_threads: CPU threads for updates during computing, as in ``GeminiConfig(update_threads=...)``.
@@ -211,7 +206,6 @@ def simulate(
         raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(map(repr, SCHEDULES))}")
     if clipping and plan.problem.gradients == "transient":
         raise ValueError('clipping needs the gradients of the whole model, and gradients="transient" keeps none')
-    plan = _shared_by(plan, gpus)
     ranks = plan.layout.ranks
     mesh = MeshSizes(dp=ranks) if mesh is None else mesh
     if mesh.shards != ranks:
@@ -236,38 +230,6 @@ def simulate(
         graph = overlapped(work, clipping=clips)
     title = f"{plan.trace.model} on {f'{ranks} x ' if ranks > 1 else ''}{hardware.name}, {schedule}"
     return timeline_of(graph, title=title, is_serial=schedule == "serial")
-
-
-def _shared_by(plan: Plan, gpus: int | None) -> Plan:
-    """The plan with its planes divided among so many ranks."""
-    ranks = plan.layout.ranks
-    if gpus is None or gpus == ranks:
-        return plan
-    if gpus < 1:
-        raise ValueError(f"gpus={gpus}: a model needs at least one rank")
-    if ranks > 1:
-        raise PlanMismatch(
-            f"the plan is for {ranks} ranks, and gpus={gpus} were asked for: make a plan for {gpus} ranks, or leave "
-            "gpus out"
-        )
-    layout = plan.trace.layout(ranks=gpus, max_chunk=plan.problem.max_chunk, rule=plan.problem.rule)
-    problem = replace(plan.problem, layout=layout)
-    stood = {
-        index
-        for index, homes in enumerate(plan.placement.homes)
-        if not plan.problem.needs_window(index, homes[WEIGHTS])
-    }
-
-    def with_those(moves: tuple[Moves, ...]) -> tuple[Moves, ...]:
-        found, before = [], frozenset[int]()
-        for access, planned in zip(plan.accesses, moves, strict=True):
-            now = frozenset(access.chunks) & stood
-            found.append(Moves((*planned.evict, *sorted(before - now)), (*planned.fetch, *sorted(now - before))))
-            before = now
-        return tuple(found)
-
-    again = with_those(plan.again) if plan.again else ()
-    return replace(plan, problem=problem, moves=with_those(plan.moves), again=again)
 
 
 def _ranks_of_one_machine(plan: Plan, hardware: Hardware, ranks: int) -> int:

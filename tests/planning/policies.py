@@ -54,7 +54,6 @@ def simulate_policy(
     hardware: Hardware,
     *,
     schedule: str = "overlapped",
-    gpus: int | None = None,
 ) -> Timeline:
     """The same where a policy decides as it goes what makes room for what, instead of a plan that was made before.
 
@@ -62,7 +61,7 @@ def simulate_policy(
         BudgetExceeded: if what one moment needs does not fit the windows.
     """
     plan = plan_by_policy(trace, problem, placement, policy)
-    return simulate(plan, hardware, schedule=schedule, gpus=gpus)
+    return simulate(plan, hardware, schedule=schedule)
 
 
 def plan_by_policy(trace: MemoryTrace, problem: Problem, placement: Placement, policy: EvictionPolicy) -> Plan:

@@ -323,7 +323,7 @@ def test_a_missing_figure_is_named_with_what_needs_it() -> None:
     without = gemini.Hardware("round", {k: f for k, f in machine().figures.items() if k not in ("interconnect",)})
     simulate(plan, without)
     with pytest.raises(MissingFigure, match="interconnect"):
-        simulate(plan, without, gpus=2)
+        simulate(stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU, ranks=2), without)
 
 
 def test_what_cannot_be_played_is_refused() -> None:
@@ -336,8 +336,9 @@ def test_what_cannot_be_played_is_refused() -> None:
         simulate(plan, gemini.Hardware("laptop", {k: f for k, f in figures.items() if not k.startswith("gpu")}))
     with pytest.raises(PlanMismatch, match=r"has 1 MiB: make a plan"):
         simulate(plan, machine(cpu_bytes=2**20))
+    plan_of_four = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU, ranks=4)
     with pytest.raises(PlanMismatch, match="of cpu on one machine"):  # as much as there is, and of that a part per rank
-        simulate(plan, machine(cpu_bytes=1.5 * plan.bytes_per_tier[Tier.CPU]), gpus=4)
+        simulate(plan_of_four, machine(cpu_bytes=1.5 * plan_of_four.bytes_per_tier[Tier.CPU]))
     empty = replace(plan, trace=replace(plan.trace, moments=()), moves=())
     with pytest.raises(PlanMismatch, match="has no moments"):
         simulate(empty, machine())

@@ -4,7 +4,6 @@ import pytest
 from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, simulate, simulate_policy, stack_plan, stack_trace
 from traces import decoder_trace
 
-from gemini.errors import PlanMismatch
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
 from gemini.planning.timeline import Track
@@ -17,15 +16,15 @@ def test_ranks_divide_the_machine_and_send_each_other_the_rest() -> None:
     """Four ranks on one host: a quarter of each plane, at a quarter of the host's speed (Adam, drives), the whole link
     each; a ring sends three quarters of each chunk at 8 ms a layer.
     """
-    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
-    one, four = simulate(plan, machine()), simulate(plan, machine(), gpus=4)
+    plan, shared = (stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, ranks=ranks) for ranks in (1, 4))
+    one, four = simulate(plan, machine()), simulate(shared, machine())
     assert four.tokens == 4 * one.tokens and four.flops == one.flops
     assert four.stalls["all-gather"] == close(FETCHES * 6 * MS)
     assert four.stalls["reduce-scatter"] == close(LAYERS * 6 * MS)
     assert four.stalls["fetch from cpu"] == close(FETCHES * 0.5 * MS)
     assert four.stalls["update"] == close(one.stalls["update"])  # a quarter of the params at a quarter of the speed
     assert four.moved == {way: num_bytes // 4 for way, num_bytes in one.moved.items()}
-    on_two_machines = simulate(plan, machine(num_gpus=2), gpus=4)
+    on_two_machines = simulate(shared, machine(num_gpus=2))
     assert on_two_machines.stalls["update"] == close(one.stalls["update"] / 2)
     assert "4 x round" in four.title
 
@@ -33,8 +32,8 @@ def test_ranks_divide_the_machine_and_send_each_other_the_rest() -> None:
 def test_ranks_divide_drives_and_memory() -> None:
     """A quarter of the bytes at a quarter of the speed takes as long, whichever figure it is that bounds it."""
     for figures in ({}, {"dram_bandwidth": 1e8}):
-        plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.NVME)
-        one, four = simulate(plan, machine(**figures)), simulate(plan, machine(**figures), gpus=4)
+        plans = (stack_plan(LAYERS, weights=Tier.NVME, states=Tier.NVME, ranks=ranks) for ranks in (1, 4))
+        one, four = (simulate(plan, machine(**figures)) for plan in plans)
         assert four.stalls["update"] == close(one.stalls["update"])
 
 
@@ -48,21 +47,9 @@ def test_gradients_of_a_chunk_are_divided_once_all_of_them_are_there() -> None:
         assert sorted(reduced) == list(range(len(plan.layout.chunks)))
 
 
-def test_a_plan_for_ranks_is_played_as_it_is() -> None:
-    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, ranks=4)
-    told = simulate(plan, machine())
-    assert told.step_seconds == simulate(plan, machine(), gpus=4).step_seconds
-    scaled = simulate(stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU), machine(), gpus=4)
-    assert told.step_seconds == pytest.approx(scaled.step_seconds)
-    with pytest.raises(PlanMismatch, match="for 4 ranks, and gpus=2"):
-        simulate(plan, machine(), gpus=2)
-    with pytest.raises(ValueError, match="gpus=0"):
-        simulate(stack_plan(2, weights=Tier.CPU, states=Tier.CPU), machine(), gpus=0)
-
-
 def test_what_stood_on_the_gpu_is_gathered_from_all_ranks_at_each_use() -> None:
-    plan = stack_plan(LAYERS, weights=Tier.GPU, states=Tier.GPU)
-    timeline = simulate(plan, machine(), gpus=2)
+    plan = stack_plan(LAYERS, weights=Tier.GPU, states=Tier.GPU, ranks=2, windows=1)
+    timeline = simulate(plan, machine())
     gathers = [span for span in timeline.spans if span.track is Track.GATHER and span.name.startswith("all-gather")]
     assert len(gathers) == 2 * LAYERS - 1  # the last layer turns around
     assert timeline.stalls["all-gather"] == close((2 * LAYERS - 1) * 4 * MS)
