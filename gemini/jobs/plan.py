@@ -23,8 +23,8 @@ from gemini.jobs.screen import answer, progress
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of
 from gemini.planning.break_even import played_break_even
+from gemini.planning.costs import MeshSizes
 from gemini.planning.hardware import Hardware
-from gemini.planning.mesh import MeshSizes
 from gemini.planning.parallel import MeshOutcome, least_seconds, play_mesh
 from gemini.planning.plan import Plan
 from gemini.planning.timeline import Timeline

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gemini
-from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes
+from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
-from gemini.planning.fastest import least_seconds
+from gemini.planning.fastest import least_seconds, resized
 from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
-from gemini.planning.resizing import DEEP, SHALLOW, are_alike, deepened, resized
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
@@ -215,12 +214,10 @@ class Way:
 
 
 class Traces:
-    """What was traced and read for one answer. ``of_two``: steps of many sequences are made of those of few, and steps
-    of many layers, where these are alike.
-    """
+    """What was traced and read for one answer. ``of_two``: steps of many sequences are made of those of few."""
 
     def __init__(self, *, of_two: bool = False) -> None:
-        self._take, self._num_alike = cache(take_trace), cache(_num_alike)
+        self._take = cache(take_trace)
         self.take = cache(self._resized) if of_two else self._take
         self.read = cache(_read_trace)
 
@@ -231,25 +228,7 @@ class Traces:
                 one, two = (self.take(replace(settings, batch_size=few * number)) for number in (1, 2))
                 return resized(one, two, size // few)  # type: ignore[no-any-return]
             few *= 2
-        num_layers = self._num_alike(settings.config or "", settings.layers)
-        if num_layers > SHALLOW + DEEP:
-            # What moments keep does not grow evenly from layer to layer, or there is no such model of few.
-            with suppress(ValueError, JobError, GeminiError):
-                three, five = (self._take(replace(settings, layers=number)) for number in (SHALLOW, DEEP))
-                return deepened(three, five, num_layers)
         return self._take(settings)
-
-
-def _num_alike(name: str, layers: int | None) -> int:
-    """The layers of a model in which all but the first and the last are alike, else 0."""
-    from gemini.jobs.models import find_config
-
-    config = find_config(name, layers).config
-    count = getattr(config, "num_hidden_layers", None) or 0
-    kinds = [value for value in config.to_dict().values() if isinstance(value, list) and len(value) == count]
-    if any(kind.count(kind[0]) < count for kind in kinds):  # one for each layer
-        return 0
-    return count if are_alike(params_of(name, layers, "bf16").params) else 0
 
 
 def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTrace:

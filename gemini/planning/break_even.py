@@ -16,14 +16,14 @@ forward alone, they are not quite, so the form is where a search begins that pla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
 from gemini.planning.plan import Plan
-from gemini.planning.products import scaled
 from gemini.planning.timeline import Timeline, Track
+from gemini.planning.trace import times
 
 TOLERANCE = 0.05
 """The part of computing alone by which a step may be longer and its offload still be called free."""
@@ -75,54 +75,30 @@ def break_even(
     Returns:
         None if no number of tokens is enough, or nothing computes in the step.
     """
-    times = track_times(timeline, grow)
-    compute = times.pop(Track.COMPUTE, TrackTime())
+    tracks = track_times(timeline, grow)
+    compute, others = tracks.pop(Track.COMPUTE, TrackTime()), tracks.values()
     if not compute.growing or not timeline.tokens:
         return None
-    if serial:
-        bounds = [_serial_bound(timeline, compute, times.values(), tolerance)]
-    else:
-        bounds = _overlapped_bounds(timeline, compute, times.values(), tolerance)
+    # Lower bounds on how many times the tokens there must be: seconds to make up for, and those that each gains.
+    if serial:  # the step is the sum of all tracks: it grows by the part of them that grows, and all else stays
+        growing = sum(track.growing for track in others)
+        stays = timeline.step_seconds - compute.total - growing
+        bounds = [(stays - tolerance * compute.fixed, tolerance * compute.growing - growing)]
+    else:  # the step is the longest track and what no overlap hides
+        rest = max(0.0, timeline.step_seconds - max([compute.total, *(track.total for track in others)]))
+        allowed = 1 + tolerance
+        bounds = [
+            (track.fixed + rest - allowed * compute.fixed, allowed * compute.growing - track.growing)
+            for track in others
+        ]
+        bounds.append((rest - tolerance * compute.fixed, tolerance * compute.growing))
     scale = 0.0
-    for bound in bounds:
-        if bound.gained < 0 or (bound.gained == 0 and bound.needed > 0):
+    for needed, gained in bounds:
+        if gained < 0 or (gained == 0 and needed > 0):
             return None  # a track that grows faster than computing overtakes it, if not now then with more tokens
-        if bound.needed > 0:
-            scale = max(scale, bound.needed / bound.gained)
+        if needed > 0:
+            scale = max(scale, needed / gained)
     return math.ceil(scale * timeline.tokens)
-
-
-class _Bound(NamedTuple):
-    """A lower bound on how many times the tokens there must be: seconds to make up for, and those that each gains."""
-
-    needed: float
-    gained: float
-
-
-def _serial_bound(timeline: Timeline, compute: TrackTime, others: Iterable[TrackTime], tolerance: float) -> _Bound:
-    """The step is the sum of all tracks: it grows by the part of them that grows, and all else stays."""
-    growing = sum(track.growing for track in others)
-    stays = timeline.step_seconds - compute.total - growing
-    return _Bound(needed=stays - tolerance * compute.fixed, gained=tolerance * compute.growing - growing)
-
-
-def _overlapped_bounds(
-    timeline: Timeline, compute: TrackTime, others: Collection[TrackTime], tolerance: float
-) -> list[_Bound]:
-    """The step is the longest track and what no overlap hides: a bound for each track, and the last one for computing
-    itself.
-    """
-    longest = max([compute.total, *(track.total for track in others)])
-    rest = max(0.0, timeline.step_seconds - longest)
-    allowed = 1 + tolerance
-    bounds = [
-        _Bound(
-            needed=track.fixed + rest - allowed * compute.fixed,
-            gained=allowed * compute.growing - track.growing,
-        )
-        for track in others
-    ]
-    return [*bounds, _Bound(needed=rest - tolerance * compute.fixed, gained=tolerance * compute.growing)]
 
 
 def played_break_even(
@@ -191,17 +167,5 @@ def with_work(plan: Plan, scale: float) -> Plan:
 
     Its memory is left as it is, so that the same plan can be played.
     """
-    moments = tuple(
-        replace(
-            moment,
-            flops=round(moment.flops * scale),
-            products=scaled(moment.products, scale),
-            attention=moment.attention.scaled(scale),
-            touched_bytes=round(moment.touched_bytes * scale),
-            saved_bytes=round(moment.saved_bytes * scale),
-            restored_bytes=round(moment.restored_bytes * scale),
-            seconds=None if moment.seconds is None else moment.seconds * scale,
-        )
-        for moment in plan.trace.moments
-    )
+    moments = tuple(times(moment, scale) for moment in plan.trace.moments)
     return replace(plan, trace=replace(plan.trace, moments=moments, tokens=round(plan.trace.tokens * scale)))

@@ -6,6 +6,9 @@ Figures that were measured are taken as they are. Figures of a specification are
 :class:`Speeds` are the few of them that decide between placements: of a machine's figures, or typical ones where no
 machine is named. Then only their order matters (host memory before a PCIe link before a drive), which is the same on
 nearly every machine.
+
+Ranks of a mesh are numbered as ``DeviceMesh`` numbers them, the last dim first: ``tp`` innermost, then ``cp``, ``dp``
+and ``pp``. So neighbours in ``tp`` are on one machine before those of any other dim are.
 """
 
 from __future__ import annotations
@@ -15,10 +18,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gemini.planning.hardware import Hardware
-from gemini.planning.mesh import Group, sent_in_ring
 from gemini.planning.planes import ADAM, GRAD, PlaneKind, RuleSpec, touched_bytes
-from gemini.planning.products import Product, occupied
-from gemini.planning.trace import Moment
+from gemini.planning.trace import Moment, Product
 from gemini.tiers import FILED, Boundary, Tier
 
 GPU, LINK, DRAM, THREADS, WIRE, NETWORK = "gpu", "link", "dram", "threads", "wire", "network"
@@ -41,7 +42,7 @@ class Efficiency:
             A100 PCIe 81.1 %, H100 SXM 80.3 %) of the best bf16 products found by S. Bekman, "Machine Learning
             Engineering", compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table"
             (github.com/stas00/ml-engineering). Of a GPU that has a row there, its own (``gpu_matrix_share``). That is
-            of the best product; what others take longer by their shape is in :mod:`gemini.planning.products`.
+            of the best product; what others take longer by their shape is in :func:`occupied`.
         attention: fused attention in forward, of the FLOP that are not under a causal mask. 0.73: the most that
             FlashAttention-2 reaches on the A100 (T. Dao, arXiv:2307.08691, abstract: 50 to 73 %). For other GPUs an
             assumption, unless they have a figure of their own (``gpu_attention_share``).
@@ -313,15 +314,16 @@ class Costs:
 
     def ring(self, group: Group, num_bytes: float) -> Cost:
         """Each rank of ``group`` sends ``num_bytes`` on in a ring."""
-        if group.size == 1 or not num_bytes:
-            return Cost(0.0, {})
+        return Cost(0.0, {}) if group.size == 1 else self.wires(*sent_in_ring(group, num_bytes))
+
+    def wires(self, inside: float, between: float) -> Cost:
+        """Sending so many bytes to ranks of this machine, and so many to those of others."""
         what = "sharing a model among ranks"
-        sent = sent_in_ring(group, num_bytes)
-        inside = sent.inside / self._get("interconnect", what) if sent.inside else 0.0
+        on_wire = inside / self._get("interconnect", what) if inside else 0.0
         key = "network" if self._hardware.has("network") else "interconnect"
-        between = sent.between / self._get(key, what) if sent.between else 0.0
-        whole = max(inside, between)
-        return Cost(whole, {WIRE: inside / whole, NETWORK: between / whole})
+        on_network = between / self._get(key, what) if between else 0.0
+        whole = max(on_wire, on_network)
+        return Cost(whole, {WIRE: on_wire / whole, NETWORK: on_network / whole} if whole else {})
 
 
 @dataclass(frozen=True)
@@ -385,3 +387,122 @@ class Speeds:
     def cost(self, traffic: Mapping[Boundary, int]) -> float:
         """Seconds of all of it, one after the other."""
         return sum(self.seconds(boundary, num_bytes) for boundary, num_bytes in traffic.items())
+
+
+# ---- products on a GPU -----------------------------------------------------------------------------------------------
+
+TILES = (((256, 128), (128, 256)), ((128, 128),), ((256, 64), (64, 256)), ((128, 64), (64, 128)), ((64, 64),))
+"""Sizes of tiles, the most efficient first; those of one size together."""
+
+
+def occupied(product: Product, sms: int | None) -> float:
+    """The FLOP of a product with those of empty parts of tiles and waves: what a GPU with so many SMs is busy for.
+
+    A product of m x k by k x n is cut into tiles of m x n, one thread block each, and an SM takes one after another. So
+    a tile that is partly empty takes as long as a full one (tile quantization), and so does a last wave in which some
+    SMs have none (wave quantization)::
+
+        seconds = max(waves * SMs * 2 * tile_m * tile_n * k / FLOP/s,   bytes of both factors and the result / bytes/s)
+
+    Source: NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001), "Typical Tile Dimensions in cuBLAS
+    and Performance" (the sizes of tiles; larger ones reuse more of what they read, smaller ones occupy more SMs), "Tile
+    Quantization", "Wave Quantization". FLOP/s are those of the best product on this GPU, whose tiles and waves are
+    full.
+
+    Assumptions, as cuBLAS does not publish how it chooses: it takes the largest tile of which every SM gets one; if
+    there is none, the smallest, with k split among the SMs that would have none. A small tile is as fast as its size
+    says, so that small products come out a little too fast.
+
+    Without ``sms`` only the empty parts of the smallest tiles count.
+    """
+    for tiles in TILES:
+        cut = [(product.batch * -(-product.m // m) * -(-product.n // n), m * n) for m, n in tiles]
+        number, area = min(cut)
+        if sms is not None and number >= sms:
+            number = sms * -(-number // sms)
+            break
+    return 2.0 * number * area * product.k * product.times
+
+
+# ---- ranks over machines ---------------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Ranks that send each other something: how many, and how many of them are on one machine."""
+
+    size: int
+    local: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether they are on several machines."""
+        return self.local < self.size
+
+
+class MeshSizes(NamedTuple):
+    """The sizes of a mesh's dims. Params are sharded over ``dp`` and ``cp`` together."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that have parts of the same chunks."""
+        return self.dp * self.cp
+
+    def __str__(self) -> str:
+        """The dims with more than one rank: "pp 4 x dp 2 x tp 8"."""
+        return " x ".join(f"{dim} {size}" for dim, size in self._asdict().items() if size > 1) or "one rank"
+
+
+class Grid(NamedTuple):
+    """A mesh over machines of ``per_machine`` ranks each."""
+
+    sizes: MeshSizes
+    per_machine: int
+
+    @property
+    def slices(self) -> Group:
+        return self._group(1, self.sizes.tp)
+
+    @property
+    def parts(self) -> Group:
+        return self._group(self.sizes.tp, self.sizes.cp)
+
+    @property
+    def shards(self) -> Group:
+        return self._group(self.sizes.tp, self.sizes.shards)
+
+    @property
+    def stages(self) -> Group:
+        return self._group(self.sizes.tp * self.sizes.shards, self.sizes.pp)
+
+    def _group(self, stride: int, size: int) -> Group:
+        return Group(size, max(1, min(size, self.per_machine // stride)))
+
+
+class Sent(NamedTuple):
+    """Bytes that one rank sends to ranks of its machine, and to those of others."""
+
+    inside: float = 0.0
+    between: float = 0.0
+
+
+def sent_in_ring(group: Group, num_bytes: float) -> Sent:
+    """What becomes of ``num_bytes`` that each rank of a ring sends on.
+
+    Of B bytes that all ranks are to have, each sends ``num_bytes`` = B (size - 1) / size. Rings are laid so that each
+    machine receives what it has not, B (size - local) / size, once, through the network ports of its ``local`` ranks
+    together, and hands it around inside. As NCCL does with one port for each GPU.
+    """
+    if not group.crosses:
+        return Sent(num_bytes, 0.0)
+    whole = num_bytes * group.size / (group.size - 1)
+    between = whole * (group.size - group.local) / group.size / group.local
+    return Sent(whole * (group.local - 1) / group.local, between)

@@ -4,13 +4,18 @@ plan --fastest`` searches with these.
 What a step takes at least is a closed form: the longest of its tracks if each had the machine to itself, with as many
 planes on the computing tier as its budget holds at all. A step that was played takes no less, so a search that looks at
 the smallest of these first may end where the next one is above the best step.
+
+A step with more sequences in it comes from traces of two smaller ones: all bytes and all work of a moment are a part
+that is there once and a part that comes again with every sequence. So many steps are looked at that tracing each would
+take minutes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from gemini.planning.costs import Cost, Costs, Efficiency
 from gemini.planning.hardware import Hardware
@@ -18,7 +23,8 @@ from gemini.planning.placement import Problem
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADS, WEIGHTS
 from gemini.planning.timeline import Timeline
-from gemini.planning.trace import MemoryTrace, Phase, chunks_of_params
+from gemini.planning.token_tiles import as_tiles, tile_sizes
+from gemini.planning.trace import MemoryTrace, Moment, Phase, Product, chunks_of_params
 from gemini.planning.traffic import path
 from gemini.tiers import Tier
 
@@ -121,3 +127,66 @@ def least_seconds(
         for resource, load in cost.loads.items():
             used[resource] += cost.seconds * load
     return max(computing + exposed, *(cost.seconds for cost in work), *used.values(), 0.0)
+
+
+# ---- more sequences --------------------------------------------------------------------------------------------------
+
+_NUMBERS = [f.name for f in fields(Moment) if f.type == "int"]
+
+
+def resized(one: Any, two: Any, number: int) -> Any:
+    """The trace of a step of ``number`` times the sequences of ``one``, where ``two`` is of two times as many.
+
+    Raises:
+        ValueError: if they are not alike: something is there in one of them only, or is no number and differs.
+    """
+    if type(one) is not type(two):
+        raise ValueError(f"{one!r} and {two!r} are not of two sizes of one step")
+    if one == two:
+        return one
+    if isinstance(one, (int, float)) and not isinstance(one, bool):
+        return one + (two - one) * (number - 1)
+    if isinstance(one, MemoryTrace) and isinstance(one.tile_tokens, str):
+        first, second = (tile_sizes(trace.tile_tokens) for trace in (one, two))
+        tiles = as_tiles(resized(first, second, number))
+        return replace(
+            resized(replace(one, tile_tokens=None), replace(two, tile_tokens=None), number), tile_tokens=tiles
+        )
+    if is_dataclass(one):
+        own = {f.name: resized(getattr(one, f.name), getattr(two, f.name), number) for f in fields(one)}
+        if isinstance(one, Moment):
+            # A sum over vocabulary and tokens, in parts of so many elements, takes fewer operations in larger tiles.
+            own["num_ops"] = max(own["num_ops"], two.num_ops)
+            if any(own[name] < 0 for name in _NUMBERS):
+                raise ValueError(f"{one.module} has other work with more sequences")
+        return replace(one, **own)  # type: ignore[type-var]
+    if isinstance(one, dict) and one.keys() == two.keys():
+        return {key: resized(value, two[key], number) for key, value in one.items()}
+    if isinstance(one, tuple) and one and isinstance(one[0], Product):
+        return _products(one, two, number)
+    if isinstance(one, tuple) and len(one) == len(two):
+        parts = [resized(*both, number) for both in zip(one, two, strict=True)]
+        return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
+    raise ValueError(f"{one!r} in one step and {two!r} in the other")
+
+
+def _products(one: tuple[Product, ...], two: tuple[Product, ...], number: int) -> tuple[Product, ...]:
+    """Each with the one of twice the sequences that differs from it in one dimension at most. Two that have one shape
+    by chance, with as many tokens as a layer is wide, are one with ``times`` in a trace.
+    """
+    if len(one) != len(two):
+        one, two = (tuple(p._replace(times=1) for p in own for _ in range(int(p.times))) for own in (one, two))
+    made, rest = list[Product](), [*two]
+    for product in one:
+        alike = [
+            p for p in rest if sum(a != b for a, b in zip(product, p, strict=True)) <= 1 and p.flops >= product.flops
+        ]
+        # Most of them double: one that is the same is another one's, if there is one that does.
+        twin = next((p for p in alike if p.flops == 2 * product.flops), alike[0] if alike else None)
+        if twin is None:
+            raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
+        rest.remove(twin)
+        made.append(Product._make(a + (b - a) * (number - 1) for a, b in zip(product, twin, strict=True)))
+    if rest:
+        raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
+    return tuple(sorted(made))

@@ -9,7 +9,7 @@ costs is counted afterwards, from its moves.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from gemini.planning.costs import Speeds
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
 from gemini.planning.traffic import Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
-from gemini.tiers import DRIVE, Boundary, Tier
+from gemini.tiers import DRIVE, FILED, Boundary, Tier
 
 FINE = 120
 """Chunks up to which the planes of a state are placed apart; beyond, one chunk's states are one item."""
@@ -69,7 +69,7 @@ def cheapest_homes(
         form = (chunk.shape, chunk.trainable, chunk.exact, chunk.coded, fetches[i])
         if form not in alike:
             of_chunk = _ChunkChoices(problem, i, fetches[i], speeds, accumulate)
-            alike[form] = of_chunk.all(streaming=streaming)
+            alike[form] = [*of_chunk.all(streaming=streaming)]
         choices += [choice._replace(chunk=i) for choice in alike[form]]
     base, used = _all_on_cpu(problem, fetches, speeds, accumulate, streaming)
     chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
@@ -129,95 +129,62 @@ class _ChunkChoices:
         self._speeds = speeds
         self._accumulate = accumulate
         self._sizes = problem.sizes[index]
-        self._all_on_cpu = dict.fromkeys(self._sizes, Tier.CPU)
         self._seconds_on_cpu = self._seconds_with({}, fetches.at_most)
 
-    def all(self, *, streaming: bool) -> list[HomeChoice]:
+    def all(self, *, streaming: bool) -> Iterator[HomeChoice]:
         """List them in one order, by which ties between them are broken.
 
         ``streaming``: an update may be streamed through the GPU.
         """
-        found: list[HomeChoice | None] = []
-        if self._problem.compute is Tier.GPU:
-            found += self._resident()
-            if streaming and self._problem.layout.chunks[self._index].trainable:
-                found += self._streamed()
-        for tier in Tier:
-            if tier.in_files:
-                found += self._in_files(tier)
-        return [choice for choice in found if choice is not None]
-
-    @property
-    def _saves_fetches(self) -> bool:
-        """Whether gathered weights that stay between forward and backward are gathered less often."""
-        return self._fetches.at_least < self._fetches.at_most
-
-    @property
-    def _fetches_from_gpu(self) -> int:
-        """How often weights that live on the GPU are gathered: among ranks each of them has only a part."""
-        return 0 if self._problem.layout.ranks == 1 else self._fetches.at_most
-
-    @property
-    def _grads(self) -> list[PlaneKind]:
-        return [kind for kind in GRADS if kind in self._sizes]
-
-    def _resident(self) -> Iterator[HomeChoice | None]:
-        """List what may be on the GPU of a chunk whose update runs where its states live."""
+        problem, make, (most, least) = self._problem, self._make, self._fetches
         everything = list(self._sizes)
-        yield self._make(everything, Tier.GPU, excludes=everything, times=self._fetches_from_gpu)
-        if len(everything) > 1:
-            yield self._make([WEIGHTS], Tier.GPU, excludes=[WEIGHTS], times=self._fetches_from_gpu)
-        if self._saves_fetches:
-            yield self._make([], Tier.GPU, excludes=[WEIGHTS], times=self._fetches.at_least, stays=True)
-
-    def _streamed(self) -> Iterator[HomeChoice | None]:
-        """List what may be on the GPU of a chunk whose update is streamed through it: weights, gradients, or both."""
-        on_gpu: list[list[PlaneKind]] = [[], [WEIGHTS]]
-        if self._grads:
-            on_gpu += [self._grads, [WEIGHTS, *self._grads]]
-        # Each excludes every other choice: what an update brings depends on all homes at once.
-        everything = list(self._sizes)
-        for kinds in on_gpu:
-            fetched = self._fetches_from_gpu if WEIGHTS in kinds else self._fetches.at_most
-            yield self._make(kinds, Tier.GPU, excludes=everything, times=fetched, streamed=True)
-            if fetched == self._fetches.at_most and self._saves_fetches:
-                least = self._fetches.at_least
-                yield self._make(kinds, Tier.GPU, excludes=everything, times=least, stays=True, streamed=True)
-
-    def _in_files(self, tier: Tier) -> Iterator[HomeChoice | None]:
-        """List what may be on a tier of files: weights, states, or gradients."""
-        most = self._fetches.at_most
-        yield self._make([WEIGHTS], tier, excludes=[WEIGHTS], times=most)
-        if self._saves_fetches:
-            yield self._make([WEIGHTS], tier, excludes=[WEIGHTS], times=self._fetches.at_least, stays=True)
-        rule = self._problem.rule
-        states = [kind for kind in rule.states if kind in self._sizes and kind not in rule.in_memory]
-        is_small = len(self._problem.layout.chunks) <= FINE
-        groups = [[kind] for kind in states] if is_small else [states]
-        for group in (*groups, self._grads):
-            if group:
-                yield self._make(group, tier, excludes=group, times=most)
+        grads = [kind for kind in GRADS if kind in everything]
+        saves_fetches = least < most  # where gathered weights stay between forward and backward
+        # Weights that live on the GPU: among ranks each of them has only a part.
+        from_gpu = 0 if problem.layout.ranks == 1 else most
+        if problem.compute is Tier.GPU:
+            # The update runs where the states live.
+            yield make(everything, Tier.GPU, excludes=everything, times=from_gpu)
+            if len(everything) > 1:
+                yield make([WEIGHTS], Tier.GPU, times=from_gpu)
+            if saves_fetches:
+                yield make([], Tier.GPU, excludes=[WEIGHTS], times=least, stays=True)
+            if streaming and problem.layout.chunks[self._index].trainable:
+                # Each excludes every other choice: what an update brings depends on all homes at once.
+                for kinds in ([], [WEIGHTS], grads, [WEIGHTS, *grads]) if grads else ([], [WEIGHTS]):
+                    fetched = from_gpu if WEIGHTS in kinds else most
+                    yield make(kinds, Tier.GPU, excludes=everything, times=fetched, streamed=True)
+                    if fetched == most and saves_fetches:
+                        yield make(kinds, Tier.GPU, excludes=everything, times=least, stays=True, streamed=True)
+        for tier in (tier for tier in FILED if tier in problem.budgets):
+            yield make([WEIGHTS], tier, times=most)
+            if saves_fetches:
+                yield make([WEIGHTS], tier, times=least, stays=True)
+            rule = problem.rule
+            states = [kind for kind in rule.states if kind in everything and kind not in rule.in_memory]
+            is_small = len(problem.layout.chunks) <= FINE
+            for group in (*([[kind] for kind in states] if is_small else [states]), grads):
+                if group:
+                    yield make(group, tier, times=most)
 
     def _make(
         self,
         kinds: Sequence[PlaneKind],
         tier: Tier,
         *,
-        excludes: Sequence[PlaneKind],
         times: int,
+        excludes: Sequence[PlaneKind] = (),
         stays: bool = False,
         streamed: bool = False,
-    ) -> HomeChoice | None:
-        """Put planes of ``kinds`` on ``tier``; None where there is no such tier.
+    ) -> HomeChoice:
+        """Put planes of ``kinds`` on ``tier``.
 
         Args:
-            excludes: the planes that no other choice may place as well.
             times: how often the weights are gathered in a step.
+            excludes: the planes that no other choice may place as well, if they are not just ``kinds``.
             stays: gathered weights stay between forward and backward.
         """
         problem = self._problem
-        if kinds and tier not in problem.budgets:
-            return None
         after = self._seconds_with(dict.fromkeys(kinds, tier), times, streamed=streamed)
         before = self._seconds_on_cpu
         change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in {*after, *before}}
@@ -229,11 +196,12 @@ class _ChunkChoices:
             num_bytes[Tier.CPU] -= self._sizes[kind]
         if stays:
             num_bytes[problem.compute] += problem.window_bytes(self._index)
-        return HomeChoice(self._index, dict.fromkeys(kinds, tier), tuple(excludes), change, num_bytes, streamed)
+        homes = dict.fromkeys(kinds, tier)
+        return HomeChoice(self._index, homes, tuple(excludes or kinds), change, num_bytes, streamed)
 
     def _seconds_with(self, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False) -> dict[str, float]:
         """What the chunk costs in a step with ``homes`` and all else on the CPU tier."""
-        homes = {**self._all_on_cpu, **homes}
+        homes = {**dict.fromkeys(self._sizes, Tier.CPU), **homes}
         return _seconds(self._problem, homes, self._index, times, self._speeds, self._accumulate, streamed)
 
 
@@ -267,12 +235,12 @@ def _solve(
 
     if not choices:
         return []
-    entries: list[tuple[int, int, float]] = []
-    limits: list[float] = []
-    exclusive: dict[tuple[int, PlaneKind], list[int]] = {}
+    entries: list[tuple[int, int, float]] = []  # row, column, value
+    limits: list[float] = []  # of each row
+    exclusive: defaultdict[tuple[int, PlaneKind], list[int]] = defaultdict(list)
     for column, choice in enumerate(choices):
         for kind in choice.excludes:
-            exclusive.setdefault((choice.chunk, kind), []).append(column)
+            exclusive[choice.chunk, kind].append(column)
     for columns in exclusive.values():
         if len(columns) > 1:
             entries += [(len(limits), column, 1.0) for column in columns]

@@ -9,7 +9,9 @@ matrix is totally unimodular, so that its linear relaxation is exact (S. Albers,
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -50,7 +52,7 @@ def moves_by_policy(
     accesses: Sequence[Access],
     *,
     sizes: Mapping[int, int],
-    room: int | Sequence[int],
+    room: int,
     policy: EvictionPolicy,
     lasting: frozenset[int] = frozenset(),
 ) -> tuple[Moves, ...]:
@@ -59,14 +61,13 @@ def moves_by_policy(
     Args:
         accesses: the chunks of each moment.
         sizes: bytes of the chunks that have to be gathered; others are there anyway.
-        room: bytes that gathered chunks may take at once, always or in each moment.
+        room: bytes that gathered chunks may take at once.
         lasting: chunks (frozen ones) whose gathered weights outlive the step. The step is then played until it begins
             with what it leaves.
 
     Raises:
         BudgetExceeded: if one moment needs more than ``room``.
     """
-    room = rooms_of(room, accesses)
     starts: dict[int, list[int]] = {}
     for run in runs(accesses, sizes):
         starts.setdefault(run.chunk, []).append(run.first)
@@ -82,7 +83,7 @@ def moves_by_policy(
 def _play(
     accesses: Sequence[Access],
     sizes: Mapping[int, int],
-    room: Sequence[int],
+    room: int,
     policy: EvictionPolicy,
     starts: Mapping[int, list[int]],
     lasting: frozenset[int],
@@ -102,7 +103,7 @@ def _play(
     for moment, access in enumerate(accesses):
         needed = [index for index in access.chunks if index in sizes]
         fetch = [index for index in needed if index not in gathered]
-        missing = sum(sizes[i] for i in gathered) + sum(sizes[i] for i in fetch) - room[moment]
+        missing = sum(sizes[i] for i in gathered) + sum(sizes[i] for i in fetch) - room
         evict: tuple[int, ...] = ()
         if missing > 0:
             candidates = [
@@ -112,7 +113,11 @@ def _play(
             ]
             victims = victims_of(policy, candidates, missing)
             if victims is None:
-                raise _too_much(access, sum(sizes[i] for i in needed), room[moment])
+                least = sum(sizes[i] for i in needed)
+                raise BudgetExceeded(
+                    f"moment {access.moment} needs {human_bytes(least)} of gathered weights at once, and there is room "
+                    f"for {human_bytes(room)}: raise the budget of the computing tier by {human_bytes(least - room)}"
+                )
             evict = victims
             for index in evict:
                 del gathered[index]
@@ -123,23 +128,11 @@ def _play(
     return tuple(moves), frozenset(gathered)
 
 
-def rooms_of(room: int | Sequence[int], accesses: Sequence[Access]) -> Sequence[int]:
-    """Moment by moment."""
-    return [room] * len(accesses) if isinstance(room, int) else room
-
-
-def _too_much(access: Access, needed: int, room: int) -> BudgetExceeded:
-    return BudgetExceeded(
-        f"moment {access.moment} needs {human_bytes(needed)} of gathered weights at once, and there is room for "
-        f"{human_bytes(room)}: raise the budget of the computing tier by {human_bytes(needed - room)}"
-    )
-
-
 def cheapest_moves(
     accesses: Sequence[Access],
     *,
     sizes: Mapping[int, int],
-    room: int | Sequence[int],
+    room: int,
     costs: Mapping[int, float] | None = None,
     lasting: frozenset[int] = frozenset(),
     renewed: frozenset[int] = frozenset(),
@@ -157,13 +150,12 @@ def cheapest_moves(
     Raises:
         BudgetExceeded: if one moment needs more than ``room``.
     """
-    room = rooms_of(room, accesses)
     price = {index: float(size) for index, size in sizes.items()} if costs is None else dict(costs)
     greedy = moves_by_policy(accesses, sizes=sizes, room=room, policy=NextUse(), lasting=lasting)
     if not any(moves.evict for moves in greedy):
         return greedy  # everything stays from its first use on: nothing can be saved
     found = runs(accesses, sizes)
-    gaps = _gaps(found, len(accesses), lasting)
+    gaps = _gaps(found, lasting)
     saved = {
         gap: price[gap.chunk] * (1 - 1 / times if gap.stop <= gap.start and gap.chunk in renewed else 1) for gap in gaps
     }
@@ -204,13 +196,13 @@ class Gap(NamedTuple):
     stop: int
 
 
-def _gaps(found: Sequence[MomentRun], num_moments: int, lasting: frozenset[int]) -> list[Gap]:
-    by_chunk: dict[int, list[MomentRun]] = {}
+def _gaps(found: Sequence[MomentRun], lasting: frozenset[int]) -> list[Gap]:
+    by_chunk: defaultdict[int, list[MomentRun]] = defaultdict(list)
     for run in found:
-        by_chunk.setdefault(run.chunk, []).append(run)
+        by_chunk[run.chunk].append(run)
     gaps: list[Gap] = []
     for index, own in by_chunk.items():
-        gaps += [Gap(index, a.last + 1, b.first) for a, b in zip(own, own[1:], strict=False)]
+        gaps += [Gap(index, a.last + 1, b.first) for a, b in pairwise(own)]
         if index in lasting:
             gaps.append(Gap(index, own[-1].last + 1, own[0].first))
     return gaps
@@ -220,16 +212,14 @@ def _choose(
     gaps: Sequence[Gap],
     accesses: Sequence[Access],
     sizes: Mapping[int, int],
-    room: Sequence[int],
+    room: int,
     saved: Mapping[Gap, float],
 ) -> set[Gap]:
     """The gaps to keep chunks gathered in: maximise what they save, within the room that each moment leaves."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
 
-    free = [
-        now - sum(sizes[i] for i in access.chunks if i in sizes) for now, access in zip(room, accesses, strict=True)
-    ]
+    free = [room - sum(sizes[i] for i in access.chunks if i in sizes) for access in accesses]
     rows = _binding_rows(gaps, free)
     if not rows:
         return set(gaps)

@@ -21,18 +21,17 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from gemini.errors import BudgetExceeded
-from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.costs import Costs, Efficiency, Grid, Group, MeshSizes, sent_in_ring
 from gemini.planning.hardware import Hardware
-from gemini.planning.mesh import Grid, Group, MeshSizes, sent_in_ring
 from gemini.planning.plan import Plan
 from gemini.planning.planes import compute_itemsize
-from gemini.planning.products import scaled
 from gemini.planning.simulate import simulate
 from gemini.planning.timeline import Timeline, Track
-from gemini.planning.trace import MemoryTrace, Moment, Phase
+from gemini.planning.trace import MemoryTrace, Moment, Phase, times
 from gemini.tiers import Tier
 
 
@@ -185,17 +184,8 @@ def breadth_first(trace: MemoryTrace, number: int) -> MemoryTrace:
 
     def of_all(moment: Moment) -> Moment:
         live = number * moment.live_bytes
-        counted = ("saved_bytes", "restored_bytes", "flops", "touched_bytes", "num_ops", "tp_bytes", "cp_bytes")
-        times = {name: number * getattr(moment, name) for name in counted}
-        return replace(
-            moment,
-            live_bytes=live,
-            peak_bytes=live + moment.peak_bytes - moment.live_bytes,
-            seconds=None if moment.seconds is None else number * moment.seconds,
-            products=scaled(moment.products, number),
-            attention=moment.attention.scaled(number),
-            **times,
-        )
+        more = times(moment, number, "num_ops", "tp_bytes", "cp_bytes")
+        return replace(more, live_bytes=live, peak_bytes=live + moment.peak_bytes - moment.live_bytes)
 
     return replace(trace, moments=tuple(map(of_all, trace.moments)), tokens=number * trace.tokens)
 
@@ -265,7 +255,6 @@ def play_mesh(
     per_machine: int,
     order: str | None = None,
     schedule: str = "overlapped",
-    efficiency: Efficiency | None = None,
     ends: bool = False,
 ) -> MeshOutcome:
     """Plan and play a step over a mesh.
@@ -283,25 +272,12 @@ def play_mesh(
         BudgetExceeded: if a stage does not fit, naming it.
         ValueError: for a model that has fewer blocks than stages.
     """
-    orders = ("",) if sizes.pp == 1 else ORDERS if order is None else (order,)
+    play = partial(_play, trace, hardware, Grid(sizes, per_machine), make, micro_batches, width)
     found: list[MeshOutcome] = []
     refusal: BudgetExceeded | None = None
-    for each in orders:
+    for each in ("",) if sizes.pp == 1 else ORDERS if order is None else (order,):
         try:
-            found.append(
-                _play(
-                    trace,
-                    hardware,
-                    Grid(sizes, per_machine),
-                    make,
-                    micro_batches,
-                    width,
-                    each,
-                    schedule,
-                    efficiency,
-                    ends=ends,
-                )
-            )
+            found.append(play(order=each, schedule=schedule, ends=ends))
         except BudgetExceeded as e:
             refusal = refusal or e
     if not found:
@@ -310,26 +286,24 @@ def play_mesh(
     return min(found, key=lambda outcome: outcome.step_seconds)
 
 
+def _costs(trace: MemoryTrace, hardware: Hardware, grid: Grid) -> Costs:
+    return Costs(
+        hardware,
+        Efficiency(),
+        compute=Tier.GPU if trace.target == "cuda" else Tier.CPU,
+        precision=trace.precision,
+        local_ranks=min(grid.per_machine, grid.sizes.ranks),
+    )
+
+
 def least_seconds(
-    trace: MemoryTrace,
-    hardware: Hardware,
-    sizes: MeshSizes,
-    micro_batches: int,
-    *,
-    per_machine: int,
-    efficiency: Efficiency | None = None,
+    trace: MemoryTrace, hardware: Hardware, sizes: MeshSizes, micro_batches: int, *, per_machine: int
 ) -> float:
     """What a step on a GPU takes at least: what computing and the exchanges inside of it take, stages alike, and the
     bubble of the order with the smaller one.
     """
-    costs = Costs(
-        hardware,
-        efficiency or Efficiency(),
-        compute=Tier.GPU if trace.target == "cuda" else Tier.CPU,
-        precision=trace.precision,
-        local_ranks=min(per_machine, sizes.ranks),
-    )
     grid, one = Grid(sizes, per_machine), 0.0
+    costs = _costs(trace, hardware, grid)
     for moment in trace.moments:
         one += costs.compute(moment, measured=False).seconds
         one += costs.ring(grid.slices, moment.tp_bytes).seconds + costs.ring(grid.parts, moment.cp_bytes).seconds
@@ -344,13 +318,12 @@ def _play(
     make: Callable[[MemoryTrace, int, str], Plan],
     micro_batches: int,
     width: int,
+    *,
     order: str,
     schedule: str,
-    efficiency: Efficiency | None,
-    *,
     ends: bool,
 ) -> MeshOutcome:
-    sizes = grid.sizes
+    sizes, costs = grid.sizes, _costs(trace, hardware, grid)
     boundary = trace.tokens * width * compute_itemsize(trace.precision)
     stages: list[StageOutcome] = []
     for number, (start, stop, own) in enumerate(_stages(trace, sizes.pp, boundary)):
@@ -360,31 +333,44 @@ def _play(
             own = in_flight(own, min(micro_batches, sizes.pp - number))
         elif order == "bfs":
             own = breadth_first(own, micro_batches)
-        accumulate = 1 if order == "bfs" else micro_batches
         try:
-            plan = make(own, accumulate, order)
+            plan = make(own, 1 if order == "bfs" else micro_batches, order)
         except BudgetExceeded as e:
             if sizes.pp == 1:
                 raise
             where = f"stage {number + 1} of {sizes.pp} (blocks {start} to {stop - 1})"
             raise BudgetExceeded(f"{where}: {e}") from e
-        timeline = simulate(plan, hardware, schedule=schedule, efficiency=efficiency, mesh=sizes)
+        timeline = simulate(plan, hardware, schedule=schedule, mesh=sizes)
         stages.append(StageOutcome((start, stop), plan, timeline))
-    slowest = max(stage.timeline.step_seconds for stage in stages)
-    loops = LOOPS if order == "bfs" else 1
-    handed = 0 if sizes.pp == 1 else 2 * micro_batches * loops * boundary
-    sent = {name: _sent(group, tracks, stages) for name, group, tracks in _groups(grid)}
-    if handed:  # to one rank, which is on this machine or on another
-        sent["hidden states"] = (0, handed) if grid.stages.local == 1 else (handed, 0)
-    links = _seconds(hardware, efficiency or Efficiency(), sent)
-    bubble = 0.0
+
+    def most_sent(group: Group, bytes_of: Callable[[StageOutcome], int]) -> tuple[int, int]:
+        """Of the rank that sends most: inside its machine, and to others."""
+        sent = sent_in_ring(group, max(map(bytes_of, stages)))
+        return round(sent.inside), round(sent.between)
+
+    def of_moments(dim: str) -> Callable[[StageOutcome], int]:
+        return lambda stage: stage.plan.accumulate * sum(getattr(m, dim) for m in stage.plan.trace.moments)
+
+    def of_shards(stage: StageOutcome) -> int:
+        return sum(span.num_bytes for span in stage.timeline.spans if span.track in (Track.GATHER, Track.REDUCE))
+
+    sent = {
+        "slices of layers": most_sent(grid.slices, of_moments("tp_bytes")),
+        "parts of sequences": most_sent(grid.parts, of_moments("cp_bytes")),
+        "weights and gradients": most_sent(grid.shards, of_shards),
+    }
+    loops, bubble = LOOPS if order == "bfs" else 1, 0.0
     if sizes.pp > 1:
+        # To one rank, which is on this machine or on another.
+        inside, between = (0, boundary) if grid.stages.local == 1 else (boundary, 0)
+        handed = 2 * micro_batches * loops
+        sent["hidden states"] = (handed * inside, handed * between)
         computing = max(
             stage.timeline.busy.get(Track.COMPUTE, 0.0) + stage.timeline.busy.get(Track.EXCHANGE, 0.0)
             for stage in stages
         )
-        one = _seconds(hardware, efficiency or Efficiency(), {"": _to_neighbour(grid.stages, boundary)})
-        bubble = (sizes.pp - 1) * (computing / (micro_batches * loops) + 2 * one)
+        bubble = (sizes.pp - 1) * (computing / (micro_batches * loops) + 2 * costs.wires(inside, between).seconds)
+    slowest = max(stage.timeline.step_seconds for stage in stages)
     return MeshOutcome(
         sizes,
         micro_batches,
@@ -392,7 +378,7 @@ def _play(
         tuple(stages),
         trace.tokens * micro_batches * sizes.shards,
         bubble,
-        max(slowest + bubble, links),
+        max(slowest + bubble, costs.wires(*map(sum, zip(*sent.values(), strict=True))).seconds),
         {name: both for name, both in sent.items() if any(both)},
     )
 
@@ -407,42 +393,3 @@ def _stages(trace: MemoryTrace, number: int, boundary: int) -> Iterator[tuple[in
         raise ValueError(f"{number} stages of {trace.model}, which has only {blocks.number} blocks: use fewer stages")
     for start, stop in balanced(blocks.weights([float(moment.flops) for moment in trace.moments]), number):
         yield start, stop, stage_trace(trace, blocks, start, stop, boundary_bytes=boundary)
-
-
-def _to_neighbour(group: Group, num_bytes: int) -> tuple[int, int]:
-    return (0, num_bytes) if group.local == 1 else (num_bytes, 0)
-
-
-def _groups(grid: Grid) -> tuple[tuple[str, Group, tuple[str, ...]], ...]:
-    return (
-        ("slices of layers", grid.slices, ("tp",)),
-        ("parts of sequences", grid.parts, ("cp",)),
-        ("weights and gradients", grid.shards, ()),
-    )
-
-
-def _sent(group: Group, dims: tuple[str, ...], stages: list[StageOutcome]) -> tuple[int, int]:
-    """Of the rank that sends most: inside its machine, and to others."""
-    most = 0
-    for stage in stages:
-        if dims:
-            of_batch = sum(getattr(moment, f"{dim}_bytes") for moment in stage.plan.trace.moments for dim in dims)
-            most = max(most, of_batch * stage.plan.accumulate)
-        else:
-            spans = (span for span in stage.timeline.spans if span.track in (Track.GATHER, Track.REDUCE))
-            most = max(most, sum(span.num_bytes for span in spans))
-    if group.size == 1:
-        return 0, 0
-    inside, between = sent_in_ring(group, most)
-    return round(inside), round(between)
-
-
-def _seconds(hardware: Hardware, efficiency: Efficiency, sent: Mapping[str, tuple[int, int]]) -> float:
-    """Of sending all that: the slower one of the two wires."""
-    found = 0.0
-    for at, key in enumerate(("interconnect", "network" if hardware.has("network") else "interconnect")):
-        num_bytes = sum(both[at] for both in sent.values())
-        if num_bytes:
-            speed = hardware.get(key, needed_for="sharing a model among ranks") * efficiency.of(hardware, key)
-            found = max(found, num_bytes / speed)
-    return found

@@ -23,6 +23,9 @@ from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import Traffic, step_traffic, update_tier
 from gemini.tiers import DRIVE, Tier
 
+SCHEDULES = ("serial", "overlapped")
+"""One thing at a time, or whatever may run beside computing."""
+
 
 class Moves(NamedTuple):
     """What to do at the beginning of a moment: drop the gathered weights of the chunks in ``evict``, then gather those

@@ -22,7 +22,7 @@ from gemini.planning.homes import FetchCounts, cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
-from gemini.planning.plan import Moves, Plan, window_room
+from gemini.planning.plan import SCHEDULES, Moves, Plan, window_room
 from gemini.planning.planes import (
     ADAM,
     GRADIENTS,
@@ -54,8 +54,6 @@ from gemini.planning.working import (
     whole_numel,
 )
 from gemini.tiers import OFFLOAD_TO, MemoryBudget, Tier
-
-SCHEDULES = ("serial", "overlapped")
 
 
 def plan(
@@ -237,6 +235,15 @@ def pose_problem(
     waiting = waiting_activations(trace) if beside and offloads else 0
     if beside and not many and gradients != "transient":
         waiting += waiting_gradients(layout, compute_itemsize(precision))
+    # Gradients on their way: whole ones that wait to be divided, or those that wait for their update.
+    if many:
+        in_flight = gradients_in_flight(layout, itemsize)
+    elif overlap and gradients == "transient":
+        in_flight = WAITING_GRADIENTS * max(
+            (c.numel * c.grad_itemsize(itemsize) for c in layout.chunks if c.trainable), default=0
+        )
+    else:
+        in_flight = 0
     return Problem(
         layout=layout,
         precision=precision,
@@ -247,7 +254,7 @@ def pose_problem(
         working_set=gathered_at_once(trace, layout, precision),
         staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap, many=ranks > 1),
         activations=activations,
-        in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),
+        in_flight=in_flight,
         waiting=waiting,
         exchange=scratch_bytes(ranks, min(tile, PIECE), replicas) if many else 0,
         max_chunk=max_chunk,
@@ -277,14 +284,6 @@ def _refuse_divided(layout: Layout, rule: RuleSpec) -> None:
                     f"{layout.ranks} ranks: use a rule that takes one element after the other (gemini.optim), or ranks "
                     "that are replicas of the model (a 2-D mesh)"
                 )
-
-
-def _in_flight(layout: Layout, itemsize: int, *, many: bool, waiting: bool) -> int:
-    """Bytes of gradients on their way: whole ones that wait to be divided, or those that wait for their update."""
-    if many:
-        return gradients_in_flight(layout, itemsize)
-    largest = max((c.numel * c.grad_itemsize(itemsize) for c in layout.chunks if c.trainable), default=0)
-    return WAITING_GRADIENTS * largest if waiting else 0
 
 
 class Planner:

@@ -83,13 +83,7 @@ class NextUse:
     """
 
     def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
-        return take_in_order(candidates, missing, _latest_next_use)
-
-
-def _latest_next_use(candidate: Candidate) -> tuple[Any, ...]:
-    if candidate.next_use is None:
-        return (candidate.kept, not candidate.done, 0, candidate.last_use)
-    return (candidate.kept, not candidate.done, -candidate.next_use, candidate.last_use)
+        return take_in_order(candidates, missing, lambda c: (c.kept, not c.done, -(c.next_use or 0), c.last_use))
 
 
 class LeastRecentlyUsed:

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from gemini.planning.costs import RESOURCES, Cost, Costs
+from gemini.planning.costs import RESOURCES, Cost, Costs, Grid
 from gemini.planning.fluid import Fluid
 from gemini.planning.layout import block_of
-from gemini.planning.mesh import Grid
 from gemini.planning.plan import Plan, standing, window_room
 from gemini.planning.planes import GRAD, GRADS, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import TRACKS, Track

@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections import Counter
 
 from gemini.errors import PlanMismatch, human_bytes
-from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.costs import Costs, Efficiency, Grid, MeshSizes
 from gemini.planning.fluid import TaskTimes
 from gemini.planning.hardware import Hardware
-from gemini.planning.mesh import Grid, MeshSizes
-from gemini.planning.plan import Plan
+from gemini.planning.plan import SCHEDULES, Plan
 from gemini.planning.schedules import COMPUTING, LAUNCHING, STEPS, Change, Graph, Work, overlapped, serial
 from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.planning.traffic import Traffic, by_name
@@ -50,7 +49,7 @@ def timeline_of(graph: Graph, *, title: str, is_serial: bool) -> Timeline:
         tokens=plan.trace.tokens * plan.accumulate * plan.layout.ranks,
         flops=plan.trace.flops * plan.accumulate,
         spans=_spans(graph, run, begin, end),
-        stalls=_stalls(graph, run, begin, end),
+        stalls=dict(sorted(_stalls(graph, run, begin, end).items(), key=lambda item: (-item[1], item[0]))),
         moved=by_name(+moved),
         samples=_samples(graph, run, begin, end),
         budgets=dict(plan.problem.budgets),
@@ -95,24 +94,26 @@ def _stalls(graph: Graph, run: TaskTimes, begin: float, end: float) -> dict[str,
         if start > before:
             blame(run.released_by[number], before, start)
         if start >= end:
-            return _in_order(found)
+            return found
         lost = stop - start - task.hop.cost.seconds
         if lost > 1e-9 * (stop - start):
             found[SHARING] = found.get(SHARING, 0.0) + lost
         before = stop
     if end > before:
         blame(max(range(len(graph.tasks)), key=lambda number: (run.stop[number], number)), before, end)
-    return _in_order(found)
-
-
-def _in_order(stalls: dict[str, float]) -> dict[str, float]:
-    """The longest first."""
-    return dict(sorted(stalls.items(), key=lambda item: (-item[1], item[0])))
+    return found
 
 
 def _samples(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Sample, ...]:
     """What every tier holds from ``begin`` on, one sample at every change."""
-    held = _standing(graph)
+    plan, comes_and_goes = graph.work.plan, ("windows", "activations", "saved activations")
+    # What is there all the time: planes, staging, buffers, scratch between ranks.
+    held = {
+        tier: {holder: num_bytes for holder, num_bytes in holders.items() if holder not in comes_and_goes}
+        for tier, holders in plan.held.items()
+    }
+    if plan.problem.compute is Tier.GPU:
+        held[Tier.GPU]["buffers"] = plan.trace.buffer_bytes
     events: list[tuple[float, int, Change | int]] = []  # an int: that moment begins
     for order, change in enumerate(graph.changes):
         seconds = -1.0 if change.task < 0 else run.stop[change.task] if change.at_end else run.start[change.task]
@@ -125,7 +126,7 @@ def _samples(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Sa
     moment = 0
 
     def sample(seconds: float) -> None:
-        shown = {tier: _nonzero(holders) for tier, holders in held.items()}
+        shown = {tier: {holder: n for holder, n in holders.items() if n} for tier, holders in held.items()}
         if not samples or samples[-1].held != shown:
             samples.append(Sample(seconds, moment, shown))
 
@@ -141,25 +142,6 @@ def _samples(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Sa
         if after > max(seconds, begin):  # all that changes at one time has
             sample(max(seconds, begin) - begin)
     return tuple(samples)
-
-
-def _nonzero(holders: dict[str, int]) -> dict[str, int]:
-    return {holder: num_bytes for holder, num_bytes in holders.items() if num_bytes}
-
-
-def _standing(graph: Graph) -> dict[Tier, dict[str, int]]:
-    """What is there all the time: planes, staging, buffers, scratch between ranks."""
-    plan, comes_and_goes = graph.work.plan, ("windows", "activations", "saved activations")
-    held = {
-        tier: {holder: num_bytes for holder, num_bytes in holders.items() if holder not in comes_and_goes}
-        for tier, holders in plan.held.items()
-    }
-    if plan.problem.compute is Tier.GPU:
-        held[Tier.GPU]["buffers"] = plan.trace.buffer_bytes
-    return held
-
-
-SCHEDULES = ("serial", "overlapped")
 
 
 def simulate(
@@ -210,7 +192,10 @@ def simulate(
     mesh = MeshSizes(dp=ranks) if mesh is None else mesh
     if mesh.shards != ranks:
         raise PlanMismatch(f"the plan is for {ranks} ranks that share params, and a mesh of {mesh} has {mesh.shards}")
-    local_ranks = _ranks_of_one_machine(plan, hardware, mesh.ranks)
+    local_ranks = mesh.ranks
+    if local_ranks > 1 and plan.problem.compute is Tier.GPU:
+        num_gpus = hardware.get("num_gpus", needed_for=f"dividing a machine among {local_ranks} ranks")
+        local_ranks = min(local_ranks, int(num_gpus))
     _check(plan, hardware, local_ranks)
     costs = Costs(
         hardware,
@@ -230,12 +215,6 @@ def simulate(
         graph = overlapped(work, clipping=clips)
     title = f"{plan.trace.model} on {f'{ranks} x ' if ranks > 1 else ''}{hardware.name}, {schedule}"
     return timeline_of(graph, title=title, is_serial=schedule == "serial")
-
-
-def _ranks_of_one_machine(plan: Plan, hardware: Hardware, ranks: int) -> int:
-    if ranks == 1 or plan.problem.compute is Tier.CPU:
-        return ranks
-    return min(ranks, int(hardware.get("num_gpus", needed_for=f"dividing a machine among {ranks} ranks")))
 
 
 def _check(plan: Plan, hardware: Hardware, local_ranks: int) -> None:

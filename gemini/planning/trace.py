@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.document import Document
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
 from gemini.planning.planes import ADAM, RuleSpec, compute_itemsize
-from gemini.planning.products import AttentionWork, Product
 from gemini.planning.token_tiles import tile_words
 
 
@@ -65,10 +65,45 @@ class TracedParam:
 
     @property
     def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return math.prod(self.shape)
+
+
+class Product(NamedTuple):
+    """``times`` products of ``m x k`` by ``k x n``, each of them ``batch`` at once."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    times: int | float = 1  # a whole number stays one in a file that is read and written again
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.batch * self.m * self.n * self.k * self.times
+
+    @property
+    def elements(self) -> float:
+        """Of both factors and the result: what is read and written at least."""
+        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) * self.times
+
+
+class AttentionWork(NamedTuple):
+    """FLOP of fused attention.
+
+    Attributes:
+        counted: in full, whatever the mask.
+        forward, backward: of these, what kernels do: half under a causal mask, above whose diagonal they skip tiles.
+    """
+
+    counted: int = 0
+    forward: int = 0
+    backward: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> AttentionWork:  # type: ignore[override]
+        return AttentionWork(*(own + more for own, more in zip(self, other, strict=True)))
+
+    def scaled(self, number: float) -> AttentionWork:
+        return AttentionWork(*(round(each * number) for each in self))
 
 
 @dataclass(frozen=True)
@@ -111,6 +146,18 @@ class Moment:
     cp_bytes: int = 0
     products: tuple[Product, ...] = ()
     attention: AttentionWork = AttentionWork()
+
+
+def times(moment: Moment, number: float, *names: str) -> Moment:
+    """The moment with so many times its work and the inputs that it keeps, and of these fields."""
+    counted = ("flops", "touched_bytes", "saved_bytes", "restored_bytes", *names)
+    return replace(
+        moment,
+        products=tuple(product._replace(times=product.times * number) for product in moment.products),
+        attention=moment.attention.scaled(number),
+        seconds=None if moment.seconds is None else moment.seconds * number,
+        **{name: round(getattr(moment, name) * number) for name in counted},
+    )
 
 
 @dataclass(frozen=True)
@@ -311,11 +358,10 @@ def _said(param: TracedParam | None) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """What a moment needs of the chunks: all that must be gathered in it, and those first needed in it."""
+    """What a moment needs of the chunks: all that must be gathered in it."""
 
     moment: int
     chunks: tuple[int, ...]
-    begins: tuple[int, ...] = field(default=())
 
 
 def chunks_of_params(trace: MemoryTrace, layout: Layout) -> list[int]:
@@ -327,16 +373,8 @@ def chunks_of_params(trace: MemoryTrace, layout: Layout) -> list[int]:
 def accesses(trace: MemoryTrace, layout: Layout) -> tuple[Access, ...]:
     """The trace in chunks: one :class:`Access` per moment, in order."""
     by_param = chunks_of_params(trace, layout)
-    found: list[Access] = []
-    before: frozenset[int] = frozenset()
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for index, moment in enumerate(trace.moments):
-        if moment.params not in known:
-            known[moment.params] = tuple(sorted({by_param[p] for p in moment.params}))
-        chunks = known[moment.params]
-        found.append(Access(index, chunks, tuple(c for c in chunks if c not in before)))
-        before = frozenset(chunks)
-    return tuple(found)
+    known = {params: tuple(sorted({by_param[p] for p in params})) for params in {m.params for m in trace.moments}}
+    return tuple(Access(index, known[moment.params]) for index, moment in enumerate(trace.moments))
 
 
 def with_seconds(trace: MemoryTrace, seconds: list[float]) -> MemoryTrace:
@@ -363,18 +401,17 @@ def scale_bytes(numel: int, *, double: bool = True) -> int:
     return blocks + 4 * (_TABLE + _TABLE_OF_SCALES + -(-blocks // _SCALES_PER_BLOCK) + 1)
 
 
-def is_base_weight(param: TracedParam) -> bool:
-    """Whether a param is the weight of a linear layer that has an adapter."""
-    return param.name.endswith(_IN_ADAPTER) and len(param.shape) == 2 and not param.trainable
-
-
 def with_4bit_base(trace: MemoryTrace, *, double: bool = True) -> MemoryTrace:
     """The step with the weights of all layers that have adapters in 4 bits.
 
     Raises:
         ValueError: for a trace without such layers.
     """
-    sizes = {i: param.numel for i, param in enumerate(trace.params) if is_base_weight(param)}
+    sizes = {
+        i: param.numel
+        for i, param in enumerate(trace.params)
+        if param.name.endswith(_IN_ADAPTER) and len(param.shape) == 2 and not param.trainable
+    }
     if not sizes:
         raise ValueError("4-bit weights are frozen, and no layer of this step has an adapter to train in their place")
     params = tuple(

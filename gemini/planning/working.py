@@ -151,14 +151,8 @@ def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
 
     ``offloaded``: the inputs of checkpointed blocks are elsewhere while they wait for backward.
     """
-    return max(activations_at(trace, offloaded=offloaded), default=int(trace.buffer_bytes * ACTIVATION_MARGIN))
-
-
-def activations_at(trace: MemoryTrace, *, offloaded: bool) -> tuple[int, ...]:
-    """The same moment by moment."""
-    found, waiting = [], 0
+    most = waiting = 0
     for moment in trace.moments:
-        peak = moment.peak_bytes - (waiting if offloaded else 0)
-        found.append(int((max(peak, 0) + trace.buffer_bytes) * ACTIVATION_MARGIN))
+        most = max(most, moment.peak_bytes - (waiting if offloaded else 0))
         waiting += moment.saved_bytes - moment.restored_bytes
-    return tuple(found)
+    return int((most + trace.buffer_bytes) * ACTIVATION_MARGIN)

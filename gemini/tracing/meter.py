@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from gemini.planning.products import AttentionWork
+from gemini.planning.trace import AttentionWork
 from gemini.tracing.targets import Target, is_coded_product
 
 _aten = torch.ops.aten

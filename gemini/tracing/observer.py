@@ -24,8 +24,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gemini.planning.products import Product
-from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
+from gemini.planning.trace import MemoryTrace, Moment, Phase, Product, Source
 from gemini.tracing.batches import count_tokens
 from gemini.tracing.meter import Meter
 from gemini.tracing.targets import Target

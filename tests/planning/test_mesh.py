@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 
 import gemini
 from gemini.errors import BudgetExceeded
+from gemini.planning.costs import Grid, Group, MeshSizes, sent_in_ring
 from gemini.planning.hardware import machine
-from gemini.planning.mesh import Grid, Group, MeshSizes, sent_in_ring
 from gemini.planning.parallel import (
     Blocks,
     MeshOutcome,

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from gemini.planning.break_even import with_work
-from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.costs import Costs, Efficiency, occupied
 from gemini.planning.hardware import machine as named
 from gemini.planning.parallel import breadth_first
-from gemini.planning.products import AttentionWork, Product, occupied, scaled
-from gemini.planning.trace import MemoryTrace, Moment, Phase
+from gemini.planning.trace import AttentionWork, MemoryTrace, Moment, Phase, Product, times
 from gemini.tiers import Tier
 from tests.planning.stacks import machine, stack_plan, stack_trace
 
@@ -168,4 +167,4 @@ def test_more_work_is_more_of_every_kind() -> None:
     plan = stack_plan(2, weights=Tier.CPU, states=Tier.CPU, trace=trace)
     longer = with_work(plan, 1.5).trace
     assert [seconds(moment, gpu_sms=SMS) for moment in longer.moments] == pytest.approx([1.5 * each for each in once])
-    assert scaled(trace.moments[0].products, 2)[0].flops == 2 * trace.moments[0].products[0].flops
+    assert times(trace.moments[0], 2).products[0].flops == 2 * trace.moments[0].products[0].flops
