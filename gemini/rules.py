@@ -257,6 +257,12 @@ class AdamRule(ElementwiseRule):
         "decoupled": Hyper(True, "True for AdamW, False for Adam."),
     }
 
+    def check_group(self, group: Mapping[str, Any], what: str) -> None:
+        super().check_group({**group, "decoupled": is_decoupled(group)}, what)
+        for option in ("amsgrad", "maximize", "differentiable"):  # of torch's Adam, which this one does not have
+            if group.get(option):
+                raise ValueError(f"{what} has {option}={group[option]!r}, which HybridAdam does not have: leave it out")
+
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         (beta1, beta2), lr, weight_decay = map(float, group["betas"]), float(group["lr"]), float(group["weight_decay"])
         return kernel_scalars(

@@ -1,9 +1,7 @@
-"""What an optimizer accepts as a param group and as a state: looked at as a whole, before anything changes.
+"""What an optimizer accepts as a loaded state: looked at as a whole, before anything changes.
 
-In a group of ``HybridAdam`` its hyperparameters must make sense, and options of torch's Adam that it does not have must
-be off; ``foreach``, ``fused`` and ``capturable`` choose among implementations of one result, and pass. Every other key
-is a label: those of LR schedulers (``initial_lr``, ``swa_lr``), of frameworks (``param_names``) and of users are kept,
-saved and given back.
+Of a group only the hyperparameters are looked at, by the rule. Every other key is a label: those of LR schedulers
+(``initial_lr``, ``swa_lr``), of frameworks (``param_names``) and of users are kept, saved and given back.
 """
 
 from __future__ import annotations
@@ -18,38 +16,14 @@ from torch import nn
 from gemini.planning.planes import shapes_of
 from gemini.ranks.agree import Facts, checksum_text, plain
 from gemini.ranks.agreement import Point
-from gemini.rules import ADAM, RuleSpec, UpdateRule, is_decoupled, number_of, rule_of
+from gemini.rules import RuleSpec, UpdateRule, is_decoupled, number_of, rule_of
 from gemini.train.params.handle import handle_of
 from gemini.train.params.owner import Owner, owner_of
 
 Group = Mapping[str, Any]
 
-IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable"})
-"""Keys of torch that choose among implementations of one result."""
-_OPTIONS = ("amsgrad", "maximize", "differentiable")
-"""Options of torch's Adam that ours does not have."""
-
-
-# ---- groups ----------------------------------------------------------------------------------------------------------
-
 RESIDUAL_OF = "residual_of"
 """A state: the CRC-32 of the bf16 weights that "residual" completes, so that it completes these and no others."""
-
-
-def check_group(group: Group, what: str) -> None:
-    """Refuse hyperparameters of an Adam that make no sense, and options that would be accepted and ignored.
-
-    Raises:
-        TypeError: for a value that is no number.
-        ValueError: for one out of range or missing, and for an option that is on.
-    """
-    ADAM.check_group({**group, "decoupled": is_decoupled(group)}, what)
-    for key in _OPTIONS:
-        if group.get(key):
-            raise ValueError(f"{what} has {key}={group[key]!r}, which HybridAdam does not have: leave it out")
-
-
-# ---- a state that is loaded ------------------------------------------------------------------------------------------
 
 
 def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -> None:

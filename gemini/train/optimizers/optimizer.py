@@ -96,7 +96,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.rule = rule
         defaults = {**rule.defaults, **hypers}
         # Before torch's constructor takes the params over: what is refused here has changed nothing.
-        self.check_group(defaults, type(self).__name__)
+        self.rule.check_group(defaults, type(self).__name__)
         self._update(step_in_backward, speculate)
         torch.optim.Optimizer.__init__(self, params, defaults)  # not that of a class which this one is in place of
         self._end_of_making(params_of(self))
@@ -121,7 +121,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.rule = rule
         self._update(step_in_backward, None)
         for group in self.param_groups:
-            self.check_group(group, what)
+            self.rule.check_group(group, what)
         # Refuses params of two models, while nothing has been taken over.
         self._owner()
         vars(self)["state"] = states_of.States(self, {})
@@ -155,22 +155,6 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.state = state["state"]
         self._end_of_making(param for param in params_of(self) if optimizer_of(param) is None)
 
-    def check_group(self, group: Group, what: str) -> None:
-        """Refuse hyperparameters that make no sense; see the rule."""
-        self.rule.check_group(group, what)
-
-    def _check_loaded(self, state_dict: Any) -> None:
-        """Refuse a state dict that is not one of this optimizer.
-
-        Raises:
-            ValueError, TypeError: naming what is wrong in it.
-        """
-        checks.check_states(self.rule, self.param_groups, state_dict)
-        for number, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
-            self.check_group({**mine, **group}, f"group {number} of the loaded state")
-            if self.rule == rules.ADAM:
-                checks.check_decay(group, mine, f"group {number} of the loaded state")
-
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
 
@@ -182,7 +166,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             GeminiError: for params of a model that was wrapped for another rule. Nothing was changed.
         """
         if isinstance(param_group, dict):
-            self.check_group({**self.defaults, **param_group}, f"param group {len(self.param_groups)}")
+            self.rule.check_group({**self.defaults, **param_group}, f"param group {len(self.param_groups)}")
         # torch refuses params that are in a group already; the rest is asked of the owner below.
         super().add_param_group(param_group)
         try:
@@ -258,7 +242,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._checked_groups = None
         for number, group in enumerate(self.param_groups):
             try:
-                self.check_group(group, f"param group {number}")
+                self.rule.check_group(group, f"param group {number}")
             except (TypeError, ValueError) as e:
                 return e
         self._checked_groups = groups
@@ -366,8 +350,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             for hook in hooks:
                 changed = hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
-            self._check_loaded(state_dict)
+            checks.check_states(self.rule, self.param_groups, state_dict)
             saved = state_dict["param_groups"]
+            for number, (group, mine) in enumerate(zip(saved, self.param_groups, strict=True)):
+                self.rule.check_group({**mine, **group}, what := f"group {number} of the loaded state")
+                if self.rule == rules.ADAM:
+                    checks.check_decay(group, mine, what)
             keys = chain.from_iterable(group["params"] for group in saved)
             states = [dict(state_dict["state"].get(key, {})) for key in keys]
         # The last look before the first change: ranks with other states go on as they were.
@@ -426,9 +414,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         return stepping_of(handle).rule.scalars(group, handle.num_steps + 1, scale)
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None) -> None:
-        """Step, while no other thread is in the model. ``refusal``: what is wrong with this rank's groups; ranks that
-        differ are told first that they do.
-        """
+        """Step, while no other thread is in the model. ``refusal``: what is wrong with this rank's groups."""
         reference = managed[0][0].owner
         if any(handle.owner is not reference for handle, _ in managed):
             self._owner()  # of two models, wrapped after this optimizer was made: refused
@@ -563,9 +549,6 @@ class HybridAdam(HybridOptimizer):
             decoupled=decoupled,
         )
 
-    def check_group(self, group: Group, what: str) -> None:
-        checks.check_group(group, what)
-
 
 def _is_same(group: Group, checked: Group) -> bool:
     """Whether no value of a group is another one. What may change in place (a tensor, a list) may have."""
@@ -582,8 +565,9 @@ def refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs:
     if isinstance(optimizer, HybridOptimizer):
         return
     for handle in handles_of(params_of(optimizer)):
+        kind = type(optimizer).__name__
         raise GeminiError(
-            f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
-            "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another optimizer of "
-            f"gemini.optim, or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
+            f"{kind} cannot update {handle.name!r}: the gradients and masters of a managed model live in chunks. Use "
+            "gemini.HybridAdam(model.parameters(), ...), another optimizer of gemini.optim, or this one as a rule: "
+            f"gemini.optim.adopt({kind})"
         )
