@@ -154,7 +154,7 @@ class Engine:
     def watch_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
         """Do own work in turn, and inside ``around``, for whoever looks at what is alive at every moment (a tracer)."""
         self.forward.observers.set_apart(around)
-        self.backward.gradients.do_in_turn(around is not None)
+        self.backward.gradients.synchronous = around is not None
         self.activations.do_in_turn(around is not None)
 
     def check_invariants(self) -> None:

@@ -7,7 +7,7 @@ The planes of a chunk change in one statement that no Ctrl-C can cut, after noth
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -97,7 +97,9 @@ class GradientHomes:
         try:
             for chunk in chunks:
                 homes = {kind: chunk.planes[kind] for kind in GRADS if kind in chunk.planes}
-                if self._has_room_for(homes.values(), needed):
+                is_away = any(plane.tier is not self._device.tier for plane in homes.values())
+                num_bytes = sum(plane.num_bytes for plane in homes.values())
+                if is_away and num_bytes <= self._manager.room.left_beside(needed):
                     self._bring(chunk, homes, moved)
             yield
         finally:
@@ -106,11 +108,6 @@ class GradientHomes:
             finally:
                 while moved:
                     self._send_home(*moved.pop())
-
-    def _has_room_for(self, homes: Collection[Plane], needed: int) -> bool:
-        """Whether the device can have what these planes hold beside ``needed``, and does not already."""
-        is_away = any(plane.tier is not self._device.tier for plane in homes)
-        return is_away and sum(plane.num_bytes for plane in homes) <= self._manager.room.left_beside(needed)
 
     def _bring(
         self, chunk: Chunk, homes: dict[PlaneKind, Plane], moved: list[tuple[Chunk, dict[PlaneKind, Plane]]]
@@ -163,38 +160,28 @@ class GradientHomes:
             BudgetExceeded: if there is no room.
             StorageError: if the spill file cannot grow.
         """
+        # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
+        staging, here, has_reserved = self._mover.staging, self._device.tier, False
+        wide: list[Plane] = []
         with WHOLE:
             try:
-                return self._try_wide(narrow, staging_first=False)
-            except BudgetExceeded:
-                if self._mover.staging.is_reserved:
-                    raise
-            # Sums that stay where they are may have taken the room of the staging that the others need.
-            return self._try_wide(narrow, staging_first=True)
-
-    def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
-        """Make planes for the sums in what is free, or nothing. ``staging_first``: reserve the staging before them."""
-        # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
-        staging, has_reserved = self._mover.staging, False
-        wide: list[Plane] = []
-        try:
-            if staging_first:
-                has_reserved = staging.reserve()
-            for chunk in narrow:
-                tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
-                try:
-                    wide.append(make_plane(_SUMS, _grad_numel(chunk), tier, self._device, self._files))
-                except BaseException:
-                    self._ledger.release(tier, num_bytes, GRAD)
-                    raise
-            planes = [*wide, *(chunk.planes[GRAD] for chunk in narrow)]
-            if not staging_first and any(plane.tier is not self._device.tier for plane in planes):
-                has_reserved = staging.reserve()
-        except BaseException:
-            self._end(*wide)
-            if has_reserved:
-                staging.give_back()
-            raise
+                # Before the sums, which may take the room of the staging that they need.
+                if any(chunk.planes[GRAD].tier is not here for chunk in narrow):
+                    has_reserved = staging.reserve()
+                for chunk in narrow:
+                    tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
+                    try:
+                        wide.append(make_plane(_SUMS, _grad_numel(chunk), tier, self._device, self._files))
+                    except BaseException:
+                        self._ledger.release(tier, num_bytes, GRAD)
+                        raise
+                if any(plane.tier is not here for plane in wide):
+                    has_reserved = staging.reserve() or has_reserved
+            except BaseException:
+                self._end(*wide)
+                if has_reserved:
+                    staging.give_back()
+                raise
         return wide
 
     def _end(self, *planes: Plane) -> None:
@@ -216,24 +203,20 @@ class GradientHomes:
             if tier not in self._ledger.tiers:
                 continue
             try:
-                if tier is self._device.tier:
-                    self._leave_working_set(tier, num_bytes)
+                free = self._manager.room.left_beside(self._working_set) if tier is self._device.tier else num_bytes
+                # Else there were no room to gather weights, and the step would break off in its middle.
+                if num_bytes > free:
+                    raise BudgetExceeded(
+                        f"a sum of gradients asked for {human_bytes(num_bytes)} of {tier.value}, where "
+                        f"{human_bytes(max(free, 0))} are free beside the {human_bytes(self._working_set)} that "
+                        "gathered weights need"
+                    )
                 self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of gradients")
                 return tier
             except BudgetExceeded as e:
                 refusal = e
         assert refusal is not None
         raise refusal
-
-    def _leave_working_set(self, tier: Tier, num_bytes: int) -> None:
-        """Refuse what would leave no room to gather weights: the step would break off in its middle."""
-        free = self._manager.room.left_beside(self._working_set)
-        if num_bytes > free:
-            raise BudgetExceeded(
-                f"a sum of gradients asked for {human_bytes(num_bytes)} of {tier.value}, where "
-                f"{human_bytes(max(free, 0))} are free beside the {human_bytes(self._working_set)} that gathered "
-                "weights need"
-            )
 
     def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
         """Copy what a plane has into its wider successor; nothing if no param of the chunk has a gradient."""

@@ -135,7 +135,7 @@ class GradientStore:
         """Gradients on their way."""
         store.ledger.register(Turn.LANDINGS, self.relieve, store.device.tier)
         self.synchronous = False
-        """No copies behind backward: a ``MemoryTracer`` sets it, so that live bytes are exact."""
+        """Whether gradients land at once: a ``MemoryTracer`` sets it, so that live bytes are exact."""
 
     @property
     def has_any(self) -> bool:
@@ -145,10 +145,6 @@ class GradientStore:
             if handle.norm_sums is not None:
                 return True
         return False
-
-    def do_in_turn(self, in_turn: bool) -> None:
-        """From now on land at once, or no longer."""
-        self.synchronous = in_turn
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
@@ -353,18 +349,15 @@ class GradientStore:
         """Add to this rank's part of a gradient, which may not be there yet."""
         adding, part, sums = handle.has_grad, handle.part, []
         for start, stop in tiles(0, part.numel, self._mover.tile):
-            here = flat[start:stop].to(self._device.torch_device)
+            here = flat[start:stop].to(self._device.torch_device).contiguous()
             sums += self.land_piece(handle.chunk, here, part.start + start, adding)
         handle.norm_sums = sums
 
     def land_zeros(self, handles: list[ParamHandle]) -> None:
         """Give these params, which have no gradient, one of zeros."""
         for handle in handles:
-            plane, part, sums = handle.chunk.planes[GRAD], handle.part, []
-            zeros = torch.zeros(min(part.numel, self._mover.tile), dtype=plane.dtype, device=self._device.torch_device)
-            for start, stop in tiles(0, part.numel, self._mover.tile):
-                sums += self.land_piece(handle.chunk, zeros[: stop - start], part.start + start, adding=False)
-            handle.norm_sums = sums
+            zero = torch.zeros((), dtype=handle.chunk.planes[GRAD].dtype, device="cpu")
+            self.add_part(handle, zero.expand(handle.part.numel))
 
     def _land_staged(
         self, chunk: Chunk, flat: torch.Tensor, base: int, adding: bool, after: Event | None = None

@@ -289,7 +289,7 @@ class Stepping:
         if self._may_stop_there and not is_scaled:
             for handle in handles:
                 handle.refuse_incomplete_gradient()  # the host's own look does this with the sums
-            stop = self.updates.unseen.stop_for_step(self._store.mover, handles, self.rule, clip)
+            stop = self.updates.unseen.stop_for_step(handles, clip)
         if stop is None:
             self._gradients.norms.check_finite(handles)
             if clip is not None and handles:

@@ -61,8 +61,8 @@ class DeferredFiniteChecks:
         alone: whether the model is this process's only.
     """
 
-    def __init__(self, state: StepState, *, alone: bool) -> None:
-        self._state, self._alone = state, alone
+    def __init__(self, state: StepState, mover: Mover, rule: UpdateRule, *, alone: bool) -> None:
+        self._state, self._mover, self._rule, self._alone = state, mover, rule, alone
         self._updates: list[_Update] = []
         self.num_chunks = 0
         """Handed over for their update since :meth:`look` was called, on the device and on the host; a step is one."""
@@ -86,28 +86,26 @@ class DeferredFiniteChecks:
         self._updates.append(_Update([param.handle for param in update.params], sums))
         return flag
 
-    def stop_for_landed(
-        self, mover: Mover, chunk: Chunk, handles: list[ParamHandle], rule: UpdateRule
-    ) -> torch.Tensor | None:
+    def stop_for_landed(self, chunk: Chunk, handles: list[ParamHandle]) -> torch.Tensor | None:
         """The flag that stops an update from the chunk's plane, from the sums that its gradients came with; None if it
         is for the host.
         """
         sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
-        flag = kernels.nonfinite_flag(sums) if rule.has_kernel and path_of(mover, chunk) is Path.ON_DEVICE else None
+        stops = self._rule.has_kernel and path_of(self._mover, chunk) is Path.ON_DEVICE
+        flag = kernels.nonfinite_flag(sums) if stops else None
         if flag is not None:
             self._updates.append(_Update(handles, sums))
         return flag
 
-    def stop_for_step(
-        self, mover: Mover, handles: list[ParamHandle], rule: UpdateRule, clip: kernels.ClipFactor | None
-    ) -> torch.Tensor | None:
+    def stop_for_step(self, handles: list[ParamHandle], clip: kernels.ClipFactor | None) -> torch.Tensor | None:
         """The flag that stops every update of a step if one of its gradients is not finite; None if the host has to
         look, because it has a part in them.
 
         Args:
             clip: of the gradients that were clipped, whose norm tells the same.
         """
-        if mover.device.tier is not Tier.GPU or not rule.has_kernel:
+        mover = self._mover
+        if mover.device.tier is not Tier.GPU or not self._rule.has_kernel:
             return None
         sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
         # Sums that came to the host tell it already, and it looks before the update.

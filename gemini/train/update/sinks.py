@@ -183,7 +183,7 @@ class GradientSink:
         if not ready:
             return
         handles = [handle for handle, _ in ready]
-        stop = self.updates.stop_for_landed(chunk, handles)
+        stop = self.updates.unseen.stop_for_landed(chunk, handles)
         # Nobody waits here for sums that are still made: the update that comes behind their landing looks at them.
         knows = stop is not None or self.gradients.knows_sums(handles)
         # Before any of the chunk is updated: a refusal leaves all of it as it was.

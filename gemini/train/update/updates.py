@@ -27,7 +27,7 @@ from gemini.tiers import Tier
 from gemini.train.gradients.store import HOLDER
 from gemini.train.observers import WriteObservers
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import ParamHandle, note_writes
+from gemini.train.params.handle import note_writes
 from gemini.train.step import StepState
 from gemini.train.update.finite import DeferredFiniteChecks
 from gemini.train.update.guess import Guess, GuessRecord
@@ -68,7 +68,7 @@ class Updates:
         self._chunks, self._device, self._ledger = store.chunks, store.device, store.ledger
         self._mover, self._manager, self._state = store.mover, store.manager, state
         self._moves = store.moves
-        self._observers, self._rule = observers, rule
+        self._observers = observers
         self._rules = {exact: rule.of(exact) for exact in (False, True)}
         """Those of chunks, by whether these keep their states exact."""
         self._exposure = exposure
@@ -77,7 +77,7 @@ class Updates:
         """Updates that may still be under way, by chunk."""
         self.guesses = GuessRecord()
         self._collected: dict[int, list[ParamUpdate]] = {}  # by chunk, inside a backward
-        self.unseen = DeferredFiniteChecks(state, alone=alone)
+        self.unseen = DeferredFiniteChecks(state, store.mover, rule, alone=alone)
         self._threads = threads
         self._worker: UpdateWorker | None = None
         # The worker knows this object weakly: a thread must not keep a model alive.
@@ -92,10 +92,6 @@ class Updates:
     def runs_beside(self) -> bool:
         """Whether updates can run beside training."""
         return self._worker is not None
-
-    def stop_for_landed(self, chunk: Chunk, handles: list[ParamHandle]) -> torch.Tensor | None:
-        """What says on the device that gradients which have landed are not finite (:class:`DeferredFiniteChecks`)."""
-        return self.unseen.stop_for_landed(self._mover, chunk, handles, self._rule)
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
@@ -116,13 +112,12 @@ class Updates:
         for update in ordered:
             if update.chunk.spec.index in kept:
                 continue
-            if self._worker is not None and self._can_overlap(self._worker, update):
+            if self._can_overlap(update):
                 self.wait(update.chunk)  # another optimizer's part of it
                 jobs.append(self._job(update))
             else:
                 now.append(update)
         if jobs:
-            assert self._worker is not None
             # Before the jobs are handed over: from then on these copies are of the step before.
             self._manager.drop([job.chunk for job in jobs])
             for job in jobs:
@@ -206,16 +201,18 @@ class Updates:
             self.forget()  # this error is told; what it means for those in flight goes without saying
             raise
 
-    def _can_overlap(self, worker: UpdateWorker, update: ChunkUpdate) -> bool:
-        """Whether the update can run on the worker: it has staging if it needs some, else there is a spare core.
+    def _can_overlap(self, update: ChunkUpdate) -> bool:
+        """Whether the update can run on a worker: it has staging if it needs some, else there is a spare core.
 
         Where every plane stands on the device, the update is one more thing that it computes. What is streamed always
         goes through the worker, whose slots on the device are all there are.
         """
+        if self._worker is None:
+            return False
         if update.path is Path.IN_PLACE:
             # Without a spare core both would be slower for it.
-            return self._num_threads() > 0
-        return update.path is Path.STREAMED or (update.path is Path.STAGED and worker.slot_tile > 0)
+            return update_threads(self._threads, self._device.tier) > 0
+        return update.path is Path.STREAMED or (update.path is Path.STAGED and self._worker.slot_tile > 0)
 
     def _chunk_update(self, chunk: Chunk, params: list[ParamUpdate]) -> ChunkUpdate:
         """The update of a chunk, with the path that it takes: as the planes lie now."""
@@ -229,17 +226,13 @@ class Updates:
             chunk.prepared[key] = in_place
         return update._replace(in_place=in_place)
 
-    def _num_threads(self) -> int:
-        """The threads that may share an update beside computing."""
-        return update_threads(self._threads, self._device.tier)
-
     def _job(self, update: ChunkUpdate, guess: Guess | None = None) -> UpdateJob:
         """A job for the worker, to be handed over now."""
         job = UpdateJob(
             update,
             update.chunk.first_use,
             moved=self._mover.watch.moved,
-            threads=max(self._num_threads(), 1),
+            threads=max(update_threads(self._threads, self._device.tier), 1),
             # Now: everything that the device was given so far made these gradients, and nothing after it did.
             ready=self._device.mark(),
             observers=self._observers,
@@ -276,12 +269,11 @@ class Updates:
             # Here, on the training thread: the next step may be counted before this update is made.
             param.handle.num_steps += 1
         num_bytes = sum(grad.nbytes for _, grad in update.grads())
-        worker = self._worker
         self.wait(chunk)  # another optimizer's part of it
         # Behind the wait, which may have taken the window away.
         update = update._replace(window=self._window_of(update))
-        behind = worker is not None and not now and self._can_overlap(worker, update) and self._hold(num_bytes)
-        if worker is None or not (behind or update.path is Path.STREAMED):
+        behind = not now and self._can_overlap(update) and self._hold(num_bytes)
+        if self._worker is None or not (behind or update.path is Path.STREAMED):
             if stop is None:
                 self._transfers.end_of(Lane.LANDING, chunk).wait()  # sums come with it
                 stop = self.unseen.stop_for(update)
@@ -300,11 +292,8 @@ class Updates:
         """Begin an update that :meth:`submit` may ask for, where it can be undone and made beside computing; the
         gradients stay.
         """
-        worker = self._worker
-        if worker is None:
-            return
         update = self._chunk_update(chunk, params)
-        if update.path is Path.STREAMED or not self._can_overlap(worker, update):
+        if update.path is Path.STREAMED or not self._can_overlap(update):
             return
         with WHOLE:
             # An update before it, of the same chunk: what this one would undo to must be that.

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.memory.chunks.chunk import Chunk, PendingUpdate
+from gemini.memory.chunks.chunk import PendingUpdate
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
@@ -33,19 +33,8 @@ from gemini.train.observers import WriteObservers
 from gemini.train.update.guess import Guess
 from gemini.train.update.tiles import STREAM, ChunkUpdate, Path, Tile, check_finite, streamed_tiles, tiles_of
 
-
-class Books(Protocol):
-    """The books of updates in flight: who hands them over and waits for them
-    (:class:`gemini.train.update.updates.Updates`).
-    """
-
-    def wait(self, chunk: Chunk) -> None:
-        """Wait until the chunk's update is over; one that is only guessed is undone. Called by whoever waits for a job,
-        never by the worker.
-        """
-
-    def note_lost(self, cause: BaseException) -> None:
-        """An update broke off in its middle, on its thread. Called on the worker's thread."""
+if TYPE_CHECKING:
+    from gemini.train.update.updates import Updates
 
 
 class UpdateJob(Transfer, PendingUpdate):
@@ -120,7 +109,7 @@ class UpdateWorker(JobThread):
         self,
         mover: Mover,
         slots: list[StagingSet],
-        books: weakref.ref[Books],
+        books: weakref.ref[Updates],
         *,
         device_slots: list[StagingSet],
     ):
@@ -241,7 +230,7 @@ class UpdateWorker(JobThread):
         return chosen[2]
 
     def _take_job(self) -> UpdateJob | None:
-        """Take the next job; None if none is waiting."""
+        """Take the next job, if one is waiting."""
         job = self._take()
         if job is None:
             return None
