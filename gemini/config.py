@@ -172,11 +172,7 @@ class GeminiConfig:
         return spec_for(spec_of(self.optimizer), self.states, self.precision)
 
     def resolved(self, precision: str = "bf16") -> GeminiConfig:
-        """This config, or if it does not say a precision, one that says ``precision``.
-
-        Raises:
-            ValueError: if the rest of it cannot be had in that precision.
-        """
+        """This config, or if it does not say a precision, one that says ``precision``."""
         return self if self.precision is not None else replace(self, precision=precision)
 
 

@@ -30,9 +30,6 @@ from gemini.train.ddp import GeminiDDP
 def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: GeminiConfig, mesh: Any) -> GeminiConfig:
     """Freeze and manage these models, before or after the one that is trained; returns the config for that one, in the
     same budget. One that is managed already, or shares params with the trained one, stays as it is.
-
-    Raises:
-        BudgetExceeded: if the budgets cannot hold one of them.
     """
     own = {id(param) for param in trained.parameters()}
     plain = [m for m in models if not isinstance(m, GeminiDDP) and own.isdisjoint(map(id, m.parameters()))]

@@ -21,11 +21,7 @@ _PEERS = ("deepspeed", "fsdp", "megatron_lm")
 
 
 def check_args(args: Any) -> None:
-    """Refuse what takes Gemini's own place, or needs what a managed model has not.
-
-    Raises:
-        ValueError: for each of them.
-    """
+    """Refuse what takes Gemini's own place, or needs what a managed model has not."""
     for peer in _PEERS:
         if getattr(args, peer, None) or os.environ.get(f"ACCELERATE_USE_{peer.upper()}", "false").lower() == "true":
             raise ValueError(
@@ -51,11 +47,7 @@ def check_args(args: Any) -> None:
 
 
 def with_rule(args: Any, config: GeminiConfig | None) -> GeminiConfig | None:
-    """The config of a model that is to be managed, with the rule that ``optim=`` says.
-
-    Raises:
-        ValueError: if the config says another one.
-    """
+    """The config of a model that is to be managed, with the rule that ``optim=`` says."""
     optim = getattr(args.optim, "value", args.optim)
     if optim not in BY_NAME:
         return config
@@ -70,11 +62,7 @@ def with_rule(args: Any, config: GeminiConfig | None) -> GeminiConfig | None:
 
 
 def check_managed_args(args: Any, config: GeminiConfig | None) -> None:
-    """Compare arguments with how the model is, or is to be, managed.
-
-    Raises:
-        ValueError: if they contradict each other.
-    """
+    """Compare arguments with how the model is, or is to be, managed."""
     precision = check_precision(args.mixed_precision, config, f"TrainingArguments({args.mixed_precision}=True)")
     for flag in ("bf16", "fp16"):
         if getattr(args, f"{flag}_full_eval") and precision != flag:

@@ -76,11 +76,7 @@ def state_text(trainer: Any) -> str:
 
 
 def committed(store: Path) -> Committed | None:
-    """The last commit to a store; None if there is no store. One by another program has no run and no files.
-
-    Raises:
-        StorageError: if another run uses it, or it has no commit.
-    """
+    """The last commit to a store; None if there is no store. One by another program has no run and no files."""
     if not is_store(store):
         return None
     extra = committed_extra(store)
@@ -91,21 +87,13 @@ def committed(store: Path) -> Committed | None:
 
 
 def of_run(store: Path | None, run_dir: str | Path) -> Committed | None:
-    """The last commit in ``store``, if there is one and it is of the run whose folder is ``run_dir``.
-
-    Raises:
-        StorageError: if another run uses the store.
-    """
+    """The last commit in ``store``, if there is one and it is of the run whose folder is ``run_dir``."""
     found = None if store is None or not has_commit(store) else committed(store)
     return found if found is not None and found.run == os.path.realpath(run_dir) else None
 
 
 def as_checkpoint(store: Path, found: Committed, run_dir: str | Path) -> Path:
-    """A folder with which a Trainer goes on from a commit. One process calls.
-
-    Raises:
-        ValueError: for a commit by something else.
-    """
+    """A folder with which a Trainer goes on from a commit. One process calls."""
     if not found.files:
         raise ValueError(
             f"what is in the durable store {store} was not committed by a Trainer: gemini.load_checkpoint() reads it"

@@ -97,9 +97,6 @@ def publish(run_dir: str, trainer: Any) -> None:
 def newest(run_dir: str, store: Path | None) -> str | None:
     """The checkpoint that a run goes on from: the last commit of its durable store, if that is further. One process
     calls.
-
-    Raises:
-        StorageError: if another run uses the store.
     """
     whole, durable = last_whole(run_dir), of_run(store, run_dir)
     step = -1 if whole is None else int(Path(whole).name.removeprefix("checkpoint-"))
@@ -127,11 +124,7 @@ def _missing(path: Path) -> str | None:
 
 
 def check_resumable(checkpoint: str) -> None:
-    """Refuse a checkpoint the Trainer would take while silently starting the optimizer or the schedule anew.
-
-    Raises:
-        ValueError: saying what is missing, and what to do.
-    """
+    """Refuse a checkpoint the Trainer would take while silently starting the optimizer or the schedule anew."""
     path = Path(checkpoint)
     if not path.is_dir():
         raise ValueError(f"resume_from_checkpoint: there is no checkpoint at {checkpoint}")
@@ -146,12 +139,7 @@ def check_resumable(checkpoint: str) -> None:
 
 
 def load_states(trainer: Any, checkpoint: str) -> None:
-    """The counterpart of :func:`save_states`.
-
-    Raises:
-        ValueError: if the folder's parts are of different steps.
-        PlanMismatch, StorageError: as :func:`gemini.load_checkpoint` does.
-    """
+    """The counterpart of :func:`save_states`."""
     store = store_behind(checkpoint)
     if store is None:
         extra = load_checkpoint(Path(checkpoint) / STATES, trainer.model, trainer.optimizer.optimizer)

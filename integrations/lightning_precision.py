@@ -32,11 +32,7 @@ _FLAGS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}
 
 
 def precision_of(plugin: Precision, config: GeminiConfig | None) -> str:
-    """What Trainer's plugin means, where ``config`` may have said it already.
-
-    Raises:
-        ValueError: for what we have no word for, and where the two contradict each other.
-    """
+    """What Trainer's plugin means, where ``config`` may have said it already."""
     if type(plugin) not in (Precision, HalfPrecision, MixedPrecision) or plugin.precision not in _PRECISIONS:
         raise ValueError(
             f"precision={plugin.precision!r} ({type(plugin).__name__}) is not possible with strategy='gemini': "

@@ -31,9 +31,6 @@ def parallel_of(config: Any, num_processes: int, device_type: str) -> Parallel:
     ``dp_shard_size`` and ``dp_replicate_size`` divide chunks and replicate them; ``cp_size``, and ``sp_size`` by
     Ulysses, divide sequences; ``tp_size`` slices layers. What accelerate needs for them (FSDP, DeepSpeed) is not
     needed.
-
-    Raises:
-        ValueError: for sizes whose product is not the number of processes.
     """
     if config is None or config.total_size == 1:
         return Parallel()

@@ -40,12 +40,7 @@ def _managed_of(optimizer: torch.optim.Optimizer) -> list[ParamHandle]:
 
 
 def to_hybrid(optimizer: torch.optim.Optimizer) -> HybridOptimizer:
-    """Make an optimizer of managed params one of Gemini's: the same object, with all that it had.
-
-    Raises:
-        ValueError: for an optimizer of another rule than its model was managed for, and for options it does not have.
-            Nothing was changed.
-    """
+    """Make an optimizer of managed params one of Gemini's: the same object, with all that it had."""
     if isinstance(optimizer, HybridOptimizer):
         return optimizer
     config = next((owner_of(handle).config for handle in _managed_of(optimizer)), GeminiConfig())
@@ -72,9 +67,6 @@ def to_hybrid(optimizer: torch.optim.Optimizer) -> HybridOptimizer:
 def hybrids_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[HybridOptimizer]:
     """The optimizers of one run, converted. A new one starts without states and step counts, as one of torch's does,
     and so does one whose params another optimizer has taken over since.
-
-    Raises:
-        ValueError: for other optimizers and options than Adam has here, and for a param in two of them.
     """
     owner: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):

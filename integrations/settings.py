@@ -22,11 +22,7 @@ _UNSAID = (None, "no")
 
 
 def check_config(config: Any, name: str = "gemini_config") -> None:
-    """Refuse what is not a config.
-
-    Raises:
-        TypeError: saying what is accepted.
-    """
+    """Refuse what is not a config."""
     if config is not None and not isinstance(config, GeminiConfig):
         raise TypeError(f"{name}= is a gemini.GeminiConfig, or None for defaults; got {type(config).__name__}")
 
@@ -34,10 +30,6 @@ def check_config(config: Any, name: str = "gemini_config") -> None:
 def check_precision(flag: str | None, config: GeminiConfig | None, where: str) -> str:
     """Compare a framework's precision flag ("bf16", "fp16", "no" or None) with the config of the model; returns what is
     computed in.
-
-    Raises:
-        ValueError: if they differ, the flag means a precision that is not there ("fp8"), or one that is not possible
-            with the rest of the config.
     """
     if flag not in (*_UNSAID, "bf16", "fp16"):
         raise ValueError(f"{where} asks for {flag}: Gemini computes in bf16, fp16 or fp32")
@@ -50,11 +42,7 @@ def check_precision(flag: str | None, config: GeminiConfig | None, where: str) -
 
 
 def precision_of(flag: str | None, config: GeminiConfig | None) -> str:
-    """What is computed in: what the config says, else what the flag says, else fp32.
-
-    Raises:
-        ValueError: if the rest of the config cannot be had in it.
-    """
+    """What is computed in: what the config says, else what the flag says, else fp32."""
     return (config or GeminiConfig()).resolved("fp32" if flag is None or flag in _UNSAID else flag).precision
 
 
@@ -89,9 +77,6 @@ def resolve_config(
         device: where the framework puts batches; the model computes there too.
         accumulates: whether several backwards make a step. Then "retain" becomes "accumulate": room for fp32 sums is
             needed for sure, and what does not fit is refused before the first step.
-
-    Raises:
-        ValueError: if the config names another device.
     """
     config = config or GeminiConfig()
     config = config.resolved(precision_of(flag, config))

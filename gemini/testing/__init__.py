@@ -3,7 +3,7 @@
 Nothing below imports it. ``import gemini.testing`` makes ``device="standin"`` a device.
 """
 
-from gemini.testing.clock import RandomClock as RandomClock
+from gemini.testing.standin import RandomClock as RandomClock
 from gemini.testing.standin import StandinDevice as StandinDevice
 
 __all__ = ["RandomClock", "StandinDevice"]

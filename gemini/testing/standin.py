@@ -1,7 +1,8 @@
 """A GPU for machines without one: its own memory and byte budget, and copies that are not complete at once.
 
-Its copies run on threads behind a clock that tests control, so that an event can be *not yet complete*. Importing this
-module makes it the device that ``device="standin"`` names.
+Its copies run on threads behind a clock that tests control, so that an event can be *not yet complete*; a
+:class:`RandomClock` makes them as unruly as a GPU's. Importing this module makes it the device that
+``device="standin"`` names.
 
 Its windows may be cut out of one stretch of addresses, as on a GPU: what is free may then be in pieces.
 """
@@ -9,9 +10,12 @@ Its windows may be cut out of one stretch of addresses, as on a GPU: what is fre
 from __future__ import annotations
 
 import queue
+import random
 import sys
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -21,7 +25,6 @@ from gemini.memory.devices.device import Event, HostMemoryDevice, register_devic
 from gemini.memory.devices.pinned import Arena
 from gemini.memory.devices.windows import FramePool, PageWindow, Window
 from gemini.patches import register
-from gemini.testing.clock import RandomClock
 from gemini.tiers import Tier
 
 
@@ -81,6 +84,70 @@ class PieceWindow(PageWindow):
         super().discard()
 
 
+SHORT, LONG = 0.0002, 0.003
+"""Seconds: the longest of the ordinary delays, and of the long ones (four in ten)."""
+
+
+class RandomClock:
+    """Delays each copy by a time drawn for its stream, or until copies of other streams have overtaken it.
+
+    The n-th copy of a stream gets the same fate under the same seed, whatever the other streams do; how threads then
+    meet is up to the system. Nothing is ever held for longer than ``longest``, and nothing at all once the clock is
+    closed.
+
+    Args:
+        seed: what the fates are drawn from.
+        longest: seconds that a copy can be held at most.
+    """
+
+    def __init__(self, seed: int, *, longest: float = LONG):
+        self._seed, self._longest = seed, longest
+        self._fates: dict[str, random.Random] = {}
+        self._released: Counter[str] = Counter()
+        self._change = threading.Condition()
+        self._closed = False
+        self.order: list[str] = []
+        """The streams of the copies released so far, in the order of their release."""
+
+    def __call__(self, stream: str) -> None:
+        """Hold the calling thread, which is about to make a copy of ``stream``."""
+        with self._change:
+            held_for, overtaken_by = self.draw(stream)
+            target = self._others(stream) + overtaken_by
+            until = time.monotonic() + held_for
+            while not self._closed and not (overtaken_by and self._others(stream) >= target):
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._change.wait(left)
+            self._released[stream] += 1
+            self.order.append(stream)
+            self._change.notify_all()
+
+    def draw(self, stream: str) -> tuple[float, int]:
+        """The fate of the stream's next copy: seconds to hold it at most, and how many others may end that sooner (0:
+        no number of them).
+        """
+        fates = self._fates.setdefault(stream, random.Random(f"{self._seed}/{stream}"))
+        kind, fraction = fates.random(), fates.random()
+        if kind < 0.3:
+            return 0.0, 0
+        if kind < 0.6:
+            return fraction * min(SHORT, self._longest), 0
+        if kind < 0.88:
+            return self._longest, 1 + int(3 * fraction)
+        return fraction * self._longest, 0
+
+    def close(self) -> None:
+        """Release everything, now and from now on."""
+        with WHOLE, self._change:  # copies stand there
+            self._closed = True
+            self._change.notify_all()
+
+    def _others(self, stream: str) -> int:
+        return self._released.total() - self._released[stream]
+
+
 END_SECONDS = 10.0
 """How long the end of a device waits for each of its streams."""
 
@@ -92,7 +159,7 @@ class StandinDevice(HostMemoryDevice):
         memory: bytes it pretends to have when no ``gpu=`` budget is given.
         gate: called on the stream's thread before each copy is made, with the stream's name; it may block (a test's
         clock,
-            or a :class:`~gemini.testing.clock.RandomClock`, which is closed with the device).
+            or a :class:`RandomClock`, which is closed with the device).
         poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
             one who reads it before the copy is complete is found out whatever was there before.
         in_pieces: windows are cut out of one stretch of addresses, as on a GPU: nobody else gets it, and what is free

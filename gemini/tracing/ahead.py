@@ -48,10 +48,9 @@ from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept
 from gemini.train.modules import token_tiles
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
-from gemini.train.modules.reading import compiled_part, mark_compiled
+from gemini.train.modules.reading import compiled_part, mark_compiled, structure_of
 from gemini.train.params.guard import iter_tensors
 from gemini.train.params.handle import handle_of
-from gemini.train.setup.structure import distinct_params
 from gemini.train.slices.slicing import imagine_slices
 
 MOST_REAL = 2**22
@@ -370,14 +369,14 @@ def _build(config: Any, model_class: Any) -> nn.Module:
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of ``model`` whose tensors are fake; what modules share stays shared."""
-    for param, names in distinct_params(model):
+    for param, names in structure_of(model).params:
         if handle_of(param) is not None:
             raise GeminiError(
                 f"param {names[0]!r} is managed by GeminiDDP: trace the model before it is wrapped, or record a step "
                 "with gemini.MemoryTracer"
             )
     memo: dict[int, Any] = {}
-    for param, _ in distinct_params(model):
+    for param, _ in structure_of(model).params:
         memo[id(param)] = nn.Parameter(_empty_as(param.data, mode), requires_grad=param.requires_grad)
         memo[id(param)].__dict__.update(param.__dict__)
         if (scales := getattr(param, "quant_state", None)) is not None:  # fake operations take them as they are
@@ -420,7 +419,7 @@ def _empty_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _cast_params(model: nn.Module, dtype: torch.dtype, kept: Collection[int]) -> None:
-    for param, _ in distinct_params(model):
+    for param, _ in structure_of(model).params:
         own = torch.float32 if id(param) in kept else dtype
         if param.is_floating_point() and param.dtype is not own:
             param.data = torch.empty(param.shape, dtype=own)

@@ -35,7 +35,7 @@ from gemini.train.modules.reading import Structure, structure_of
 from gemini.train.params.guard import iter_tensors
 from gemini.train.params.handle import handle_of
 from gemini.train.passes.hooks import ENTRANCE
-from gemini.train.setup.structure import distinct_params, trace_of
+from gemini.train.setup.structure import trace_of
 
 
 class Kept:
@@ -144,7 +144,7 @@ class Observer:
 
     def __init__(self, model: nn.Module, target: Target, *, free_gradients: bool, sent: Counter[str] | None = None):
         self.model = model
-        self._params = [param for param, _ in distinct_params(model)]
+        self._params = [param for param, _ in structure_of(model).params]
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
         self.target = target
         self._free_gradients = free_gradients

@@ -21,8 +21,7 @@ from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
 from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
 from gemini.train.modules.mixed import kept_in_fp32
-from gemini.train.modules.reading import compiled_part
-from gemini.train.setup.structure import distinct_params
+from gemini.train.modules.reading import compiled_part, structure_of
 
 
 class MemoryTracer:
@@ -95,7 +94,7 @@ class MemoryTracer:
 
     def _precision(self) -> str:
         sizes: Counter[torch.dtype] = Counter()
-        for param, _ in distinct_params(self._model):
+        for param, _ in structure_of(self._model).params:
             sizes[param.dtype] += param.numel()
         most = max(sizes, key=lambda dtype: sizes[dtype])
         return next((name for name, dtype in COMPUTE_DTYPES.items() if dtype is most), "fp32")

@@ -138,11 +138,7 @@ class Engine:
 
     @alone
     def drain(self) -> None:
-        """Wait until nothing is in flight: the world is as if everything had been done in turn.
-
-        Raises:
-            StorageError and whatever else broke off an update.
-        """
+        """Wait until nothing is in flight: the world is as if everything had been done in turn."""
         # First: an update that is only guessed is undone below, and its gradients have landed all the same.
         self.backward.gradients.drain()
         # Updates first: they begin fetches (of lent windows) and end what the manager waits for.

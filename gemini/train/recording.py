@@ -155,11 +155,7 @@ class Recording:
 
     @contextmanager
     def opened(self, model: nn.Module) -> Iterator[Recording]:
-        """Record the steps of ``model`` inside.
-
-        Raises:
-            GeminiError: if the model is being recorded already.
-        """
+        """Record the steps of ``model`` inside."""
         engine = self._engine()
         observers, watch, ledger = engine.forward.observers, engine.store.mover.watch, engine.store.ledger
         if observers.recording is not None:

@@ -426,11 +426,7 @@ class StepState:
         self.updated_in_backward = False
 
     def check_there(self) -> None:
-        """Refuse to compute with a model that is parked.
-
-        Raises:
-            GeminiError: until the block of ``parked()`` is left.
-        """
+        """Refuse to compute with a model that is parked."""
         if self.is_parked:
             raise GeminiError(
                 "the model is parked (inside `with model.parked()`): it has given the memory back that it computes "
@@ -447,11 +443,7 @@ class StepState:
             )
 
     def check_whole(self) -> None:
-        """Refuse to go on with a half-made update.
-
-        Raises:
-            GeminiError: until a checkpoint is loaded.
-        """
+        """Refuse to go on with a half-made update."""
         if self.corrupted_by is not None:
             raise GeminiError(
                 f"an update of this model broke off ({self.corrupted_by}): its weights and states are half of one "

@@ -195,12 +195,7 @@ class TrainedParams:
         self._precision, self._gradients, self._rule = config.precision, config.gradients, rule
 
     def follow(self) -> None:
-        """Take up a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks.
-
-        Raises:
-            BudgetExceeded: if no tier has room for that.
-            GeminiError: in fp16, where a frozen param has no master.
-        """
+        """Take up a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks."""
         # Saved inputs on their way may be in the room that the new planes need.
         self._activations.drain()
         for handle in self._params.handles:

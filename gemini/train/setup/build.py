@@ -188,11 +188,7 @@ def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
 
 
 def begin_budget(device: Device, config: GeminiConfig, problem: Problem, needed: int, there: int = 0) -> None:
-    """Tell the device what the model may take, ``needed`` bytes of it at once; ``there`` ones are about to go.
-
-    Raises:
-        BudgetExceeded: if others leave less.
-    """
+    """Tell the device what the model may take, ``needed`` bytes of it at once; ``there`` ones are about to go."""
     # The allocator knows one limit for each model: of a shared budget all have the same bytes.
     is_declared = config.memory.bytes_of(device.tier) is not None and pool_of(config.memory) is None
     # Of a budget that leaves activations no room nobody has said that it is all there may be.

@@ -40,12 +40,7 @@ from gemini.version import __version__
 
 
 def collect_params(model: nn.Module | Structure) -> list[NamedParam]:
-    """The model's params in declaration order, tied ones once.
-
-    Raises:
-        TypeError: for params whose dtype cannot be trained in chunks.
-        ValueError: without params, or if one of them belongs to a wrapped model already.
-    """
+    """The model's params in declaration order, tied ones once."""
     structure = structure_of(model)
     named = structure.params
     if not named:
@@ -85,11 +80,7 @@ def collect_params(model: nn.Module | Structure) -> list[NamedParam]:
 
 
 def _refuse_renormalizing(structure: Structure) -> None:
-    """Refuse embeddings that every rank would renormalize for its own batch, so that weights would part.
-
-    Raises:
-        ValueError: naming the module.
-    """
+    """Refuse embeddings that every rank would renormalize for its own batch, so that weights would part."""
     for path, module in structure.modules:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
@@ -112,10 +103,6 @@ def prepare(
 
     ``filled``: the model has its values already; else whoever fills it sees that they are the same.
     ``cuts``: the ids of params that are slices.
-
-    Raises:
-        RankMismatch: if ranks differ.
-        ValueError: for settings that do not go with replicas, and modules that do not go with ranks.
     """
     if ranks.num_replicas > 1 and ranks.experts.size == 1 and config.gradients == "transient":
         raise ValueError(
@@ -204,9 +191,6 @@ def _measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks, beside:
     what other models leave, without ``beside`` bytes of the device that are nobody's.
 
     Host memory and disk are a machine's: the ranks on it divide them. What is measured is what the poorest rank has.
-
-    Raises:
-        StorageError: if a directory cannot hold a spill file.
     """
     memory, free = config.memory, {Tier.CPU: available_bytes()}
     if device.tier is Tier.GPU:
@@ -248,12 +232,7 @@ class Decision(NamedTuple):
 def decide(
     structure: Structure, config: GeminiConfig, device: Device, ranks: Ranks, apart: Collection[str] = ()
 ) -> Decision:
-    """The homes the config asks for, in the budgets there are. ``apart``: first names of params that share no chunk.
-
-    Raises:
-        BudgetExceeded: if it does not fit.
-        PlanMismatch: for a trace or a plan of another model or of other settings.
-    """
+    """The homes the config asks for, in the budgets there are. ``apart``: first names of params that share no chunk."""
     kept = kept_in_fp32(structure, config.precision, config.keep_fp32)
     own = trace_of(structure, config.precision, kept)
     if config.keep_fp32 is None:
@@ -283,11 +262,7 @@ def _warn_of_cast(structure: Structure, config: GeminiConfig) -> None:
 
 
 def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig, ranks: Ranks) -> MemoryTrace:
-    """The trace of the plan or the config, if there is one, as this model is run; else ``own``, that of its structure.
-
-    Raises:
-        PlanMismatch: if it is of another model or of other settings.
-    """
+    """The trace of the plan or the config, as this model is run; else ``own``, that of its structure."""
     if isinstance(config.placement, Plan):
         trace = config.placement.trace
     else:
@@ -326,11 +301,7 @@ class _Chooser:
         self._others = 0 if pool is None else -ranks.smallest([-pool.needed_by_others(None, device.tier)])[0]
 
     def choose(self, trace: MemoryTrace, overlap: bool) -> Decision:
-        """Choose with staging for every worker (``overlap``), or with less of it.
-
-        Raises:
-            BudgetExceeded: if it does not fit.
-        """
+        """Choose with staging for every worker (``overlap``), or with less of it."""
         config, given = self._config, self._config.placement
         offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
         pose = partial(self._pose, trace, overlap=overlap)
@@ -390,11 +361,7 @@ def _warn_of_no_compact(config: GeminiConfig, problem: Problem) -> None:
 
 
 def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
-    """The trace of the model as the config has it computed; for "auto" both, where there are both.
-
-    Raises:
-        PlanMismatch: if there is none of it.
-    """
+    """The trace of the model as the config has it computed; for "auto" both, where there are both."""
     wanted = config.tile_tokens
     if trace.source is not Source.AHEAD:
         if wanted == "auto" and trace.source is Source.STRUCTURE:

@@ -17,40 +17,12 @@ from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedPara
 from gemini.planning.working import gathered_at_once
 from gemini.train.modules.codes import scales_in
 from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
-from gemini.train.modules.reading import NamedParam, Structure, own_buffers, own_params, structure_of
+from gemini.train.modules.reading import Structure, own_buffers, own_params, structure_of
 from gemini.train.params.handle import is_in_stages
 
 
-def distinct_params(model: nn.Module) -> list[NamedParam]:
-    """List every param once, in declaration order, with all names it goes by."""
-    return structure_of(model).params
-
-
-def traced_params(model: nn.Module | Structure, kept: Collection[int]) -> tuple[TracedParam, ...]:
-    """The params of a trace of ``model``, trained or frozen as its layout has them.
-
-    Args:
-        kept: by their ``id`` those that stay in fp32.
-    """
-    structure = structure_of(model)
-    return tuple(
-        [
-            TracedParam(
-                names,
-                tuple(param.shape),
-                trainable=param.requires_grad or id(param) in structure.adapters,
-                apart=is_in_stages(param),
-                coded=id(param) in structure.coded,
-                fp32=id(param) in kept,
-            )
-            for param, names in structure.params
-        ]
-    )
-
-
-def buffer_bytes(model: nn.Module | Structure) -> int:
+def _buffer_bytes(structure: Structure) -> int:
     """Bytes of all buffers and of the scales of codes, those that share memory once."""
-    structure = structure_of(model)
     buffers = [buffer for _, module in structure.modules for buffer in own_buffers(module).values()]
     coded = [(names[0], param) for param, names in structure.params if id(param) in structure.coded]
     dense = [b for b in (*buffers, *scales_in(coded).values()) if b.layout is torch.strided]
@@ -79,7 +51,20 @@ def structural_trace(
 
 def trace_of(structure: Structure, precision: str, kept: Collection[int], *, target: str = "cpu") -> MemoryTrace:
     """The same, where it is known which params stay in fp32 (``kept``, by their ``id``)."""
-    params = traced_params(structure, kept)
+    params = tuple(
+        [
+            TracedParam(
+                names,
+                tuple(param.shape),
+                # As its layout has it: adapters that are switched off may be trained later.
+                trainable=param.requires_grad or id(param) in structure.adapters,
+                apart=is_in_stages(param),
+                coded=id(param) in structure.coded,
+                fp32=id(param) in kept,
+            )
+            for param, names in structure.params
+        ]
+    )
     index_of = {id(param): index for index, (param, _) in enumerate(structure.params)}
     moments: list[Moment] = []
     owns: list[list[int]] = []
@@ -110,5 +95,5 @@ def trace_of(structure: Structure, precision: str, kept: Collection[int], *, tar
         source=Source.STRUCTURE,
         params=params,
         moments=(*moments, *reversed(backward)),
-        buffer_bytes=buffer_bytes(structure),
+        buffer_bytes=_buffer_bytes(structure),
     )

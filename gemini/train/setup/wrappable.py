@@ -25,11 +25,6 @@ def refuse_unwrappable(structure: Structure, managed_class: Callable[[type[nn.Mo
     Args:
         structure: of a model that is not managed yet, with its values.
         managed_class: the class that the model would get.
-
-    Raises:
-        TypeError: for kinds of modules and tensors that cannot be served.
-        ValueError: for params and buffers without values, for params that share memory, and for gradients that are
-            not zero.
     """
     _check_listed_alike(structure.model)
     for path, module in structure.modules:
