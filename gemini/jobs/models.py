@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 
 from gemini.jobs.errors import JobError, refusing
 from gemini.ranks import launch
 
-PRESETS = ("gpt2-small",)
+_PRESET = "gpt2-small"
 
 
-@dataclass(frozen=True)
-class ModelSource:
+class ModelSource(NamedTuple):
     """A model not built yet: its config, and what its weights come from (None: they are drawn) and its tokenizer."""
 
     label: str
@@ -37,35 +35,28 @@ def find_model(name: str, *, as_bytes: bool = False, trust: bool = False, revisi
     """The model of a preset, a config file, a model folder, or a name that transformers finds.
 
     ``as_bytes``: whatever tokenizer there is, tokens are to be bytes. ``trust``: code that comes with it is run.
-
-    Raises:
-        JobError: if there is no such thing, or weights that are not read.
     """
     asked, path = f"--model_name_or_path {name}", Path(name)
     source = find_config(name, asked=asked, trust=trust, revision=revision)
-    if path.is_file() or (name in PRESETS and not path.exists()):
+    if path.is_file() or (name == _PRESET and not path.exists()):
         return source
-    tokenizer = None if as_bytes else name
+    source = source._replace(tokenizer=None if as_bytes else name)
     if path.exists() and not any((*path.glob("*.safetensors"), *path.glob("pytorch_model.bin*"))):
         if any((*path.glob("*.bin"), *path.glob("*.pt"))):
             raise JobError(
                 f"{asked}: the folder has pickled files, and neither safetensors nor a pytorch_model.bin. Other "
                 "formats are not read; convert them with `model.save_pretrained(folder)` of transformers."
             )
-        return replace(source, tokenizer=tokenizer)
-    return ModelSource(f"model folder {path}" if path.exists() else name, source.config, name, tokenizer)
+        return source
+    return source._replace(label=f"model folder {path}" if path.exists() else name, weights=name)
 
 
 def find_config(
     name: str, layers: int | None = None, *, asked: str | None = None, trust: bool = False, revision: str = "main"
 ) -> ModelSource:
-    """The config behind a name, of any model type; weights are not read.
-
-    Raises:
-        JobError: if there is no such thing, in the words of transformers.
-    """
+    """The config behind a name, of any model type; weights are not read."""
     path = Path(name)
-    if name in PRESETS and not path.exists():
+    if name == _PRESET and not path.exists():
         source = ModelSource(f"preset {name}", transformers.GPT2Config())  # its defaults are GPT-2 small
     else:
         code = "" if trust else " (code that comes with a model is not run)"
@@ -75,7 +66,12 @@ def find_config(
             )
         source = ModelSource(f"config of {name}", config)
     if layers is not None:
-        _set_layers(source.config, layers)
+        kinds = getattr(source.config, "layer_types", None)  # of some families a kind for each layer
+        if getattr(source.config, "num_hidden_layers", None) is None or len(kinds or range(layers)) < layers:
+            raise JobError(f"--layers {layers}: {source.label} has no such number of layers to change to.")
+        source.config.num_hidden_layers = layers
+        if kinds is not None:  # a shorter model keeps the first ones
+            source.config.layer_types = kinds[:layers]
     return source
 
 
@@ -98,17 +94,6 @@ def hush() -> None:
         warnings.simplefilter("ignore")
 
 
-def _set_layers(config: Any, layers: int) -> None:
-    if getattr(config, "num_hidden_layers", None) is None:
-        raise JobError(f"--layers {layers}: {config.model_type} configs have no single number of layers to change.")
-    # Some families list a kind for each layer; a shorter model keeps the first ones.
-    if (kinds := getattr(config, "layer_types", None)) is not None:
-        if layers > len(kinds):
-            raise JobError(f"--layers {layers}: the config names the kinds of {len(kinds)} layers; at most so many.")
-        config.layer_types = kinds[:layers]
-    config.num_hidden_layers = layers
-
-
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 _SAMPLE = "The quick brown fox jumps over 13 lazy dogs."
@@ -119,11 +104,7 @@ _REMEDY = (
 
 
 def load_tokenizer(name: str, *, trust: bool = False, revision: str = "main") -> Any:
-    """The tokenizer of a model folder, or of a name that transformers finds.
-
-    Raises:
-        JobError: if transformers cannot make one that reads text.
-    """
+    """The tokenizer of a model folder, or of a name that transformers finds; a JobError if it cannot read text."""
     folder, asked = Path(name), f"--model_name_or_path {name}"
     with refusing(f"{asked}: its tokenizer cannot be loaded", f".{_REMEDY}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -133,8 +114,7 @@ def load_tokenizer(name: str, *, trust: bool = False, revision: str = "main") ->
     # Of missing files transformers makes tokenizers that know nothing; what tokenizer.json says is the user's own.
     if folder.is_dir() and not (folder / "tokenizer.json").is_file() and len({*ids} - {tokenizer.unk_token_id}) < 3:
         raise JobError(
-            f"{asked}: the folder has no tokenizer, or a part of one: what transformers makes of it cannot read "
-            f"{_SAMPLE!r}.{_REMEDY}"
+            f"{asked}: the folder has no tokenizer, or a part of one, which cannot read {_SAMPLE!r}.{_REMEDY}"
         )
     return tokenizer
 

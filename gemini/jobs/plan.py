@@ -16,9 +16,8 @@ from rich.status import Status
 
 from gemini.errors import BudgetExceeded, GeminiError, MissingFigure, human_bytes
 from gemini.jobs.errors import REFUSED, JobError
-from gemini.jobs.fastest import Choice, choose, chosen
 from gemini.jobs.plan_report import Report, describe, named, screen
-from gemini.jobs.planner import Way
+from gemini.jobs.planner import Choice, Way, choose, chosen
 from gemini.jobs.screen import answer, progress
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of

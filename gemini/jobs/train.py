@@ -33,14 +33,13 @@ from gemini.errors import BudgetExceeded, counted
 from gemini.integrations.beside import budget_for
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.parallelism import parallel_of
-from gemini.jobs import checkpoints
 from gemini.jobs.data import CountsRows, open_data, words_of
 from gemini.jobs.errors import JobError, refusing
 from gemini.jobs.models import ModelSource, byte_tokenizer, find_model, hush, load_tokenizer
 from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.team import Team, join
 from gemini.jobs.train_options import Options, Parser, options_of, precision_of
-from gemini.jobs.watch import Position, Shown, Stop, identity_of
+from gemini.jobs.watch import Position, Shown, Stop, check_room, choose, claimed, identity_of, prepare_out
 from gemini.patches import replaced
 from gemini.ranks import launch
 from gemini.tiers import Tier
@@ -72,7 +71,7 @@ def train(kind: str, words: Sequence[str], console: Console) -> int:
             options = options_of(asked, team.size)
             rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
             if team.is_first:
-                until_end.enter_context(checkpoints.claimed(Path(options.args.output_dir)))
+                until_end.enter_context(claimed(Path(options.args.output_dir)))
         if not team.is_first:
             console = Console(quiet=True, force_terminal=False)
         last = ["--resume_from_checkpoint", "auto"]  # of an option that is given twice, the last one counts
@@ -95,7 +94,7 @@ class Run:
         args, ours, script = options.args, options.ours, options.script
         self.out = Path(args.output_dir)
         with team.all_or_none("the preparation of the job") as alike:
-            checkpoints.prepare_out(self.out)
+            prepare_out(self.out)
             source = find_model(
                 options.model.model_name_or_path,
                 as_bytes=ours.bytes,
@@ -106,7 +105,7 @@ class Run:
             # Of several folders the first one has the records.
             store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
             asked = args.resume_from_checkpoint or None
-            found = checkpoints.choose(asked, self.out, store=store) if team.is_first else None
+            found = choose(asked, self.out, store=store) if team.is_first else None
             data = open_data(script, options.mixture, args.seed)
             tokenizer = self._tokenizer(source, data)
             rows = data[script.dataset_train_split]
@@ -177,7 +176,7 @@ class Run:
         params = list(model.parameters())
         count, trained = sum(map(num_weights, params)), sum(p.numel() for p in params if p.requires_grad)
         if args.save_strategy != "no" and self.team.is_first:
-            checkpoints.check_room(self.out, count, trained, args.save_total_limit or 1)
+            check_room(self.out, count, trained, args.save_total_limit or 1)
         self._say(
             f"model: {source.label}, {count:,} params{'' if trained == count else f', {trained:,} of them trained'}, "
             f"{config.precision}, {model.config._attn_implementation} attention"

@@ -19,8 +19,7 @@ from traces import decoder_trace
 import gemini
 from gemini.errors import BudgetExceeded, parse_bytes
 from gemini.jobs import planner
-from gemini.jobs.fastest import choose
-from gemini.jobs.planner import Traces, Way
+from gemini.jobs.planner import Traces, Way, choose
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.train_options import Parser, options_of, precision_of
 from gemini.planning.fastest import resized

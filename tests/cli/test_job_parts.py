@@ -16,12 +16,11 @@ from rich.console import Console
 
 from gemini import cli
 from gemini.cli import COMMANDS
-from gemini.jobs.checkpoints import check_room, choose
 from gemini.jobs.errors import JobError
 from gemini.jobs.screen import budget_lines
 from gemini.jobs.settings import spelled
 from gemini.jobs.team import Team
-from gemini.jobs.watch import Shown, Stop
+from gemini.jobs.watch import Shown, Stop, check_room, choose
 from gemini.ranks import launch
 from gemini.tiers import Tier
 from gemini.version import __version__

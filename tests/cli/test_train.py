@@ -21,7 +21,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from benchmarks._progress import finish
-from gemini.jobs import checkpoints
+from gemini.jobs import watch
 from gemini.jobs.models import byte_tokenizer
 from gemini.planning.rules import RULES
 from tests.cli.commands import Command, flat, refused, same_weights
@@ -317,7 +317,7 @@ def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
 
 
 def test_two_runs_in_one_folder_are_refused(train: Command, tmp_path: Path) -> None:
-    with checkpoints.claimed(tmp_path / "out"):
+    with watch.claimed(tmp_path / "out"):
         refused(train("--output_dir", tmp_path / "out"), "is in use: another job writes into it")
 
 
