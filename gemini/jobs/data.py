@@ -32,8 +32,8 @@ def _is_of_files(path: Path) -> bool:
     return path.is_file() or any(char in str(path) for char in "*?[")
 
 
-def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
-    """The splits by name. ``--test_split_size`` makes a test split of whatever has none, drawn from ``seed``."""
+def open_data(script: Any, mixture: Any, args: Any) -> dict[str, Any]:
+    """The splits by name. ``--test_split_size`` makes a test split of whatever has none, drawn from the seed."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
     name, size = script.dataset_name, mixture.test_split_size
@@ -41,16 +41,23 @@ def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
         found = trl.get_dataset(mixture) if mixture.datasets else _open(name, script)
     found = dict(found) if isinstance(found, dict) else {"train": found}
     train, test = script.dataset_train_split, script.dataset_test_split
-    if train not in found:
-        raise JobError(f"--dataset_name {name}: there is no split {train!r}, but {', '.join(found)}.")
-    if size is not None and test not in found:
+    if size is not None and test not in found and train in found:
         with refusing(f"--test_split_size {size:g} of {words_of(found, train)} (a file of text is one)"):
-            parts = found[train].train_test_split(test_size=size if size < 1 else int(size), seed=seed)
+            parts = found[train].train_test_split(test_size=size if size < 1 else int(size), seed=args.seed)
             found |= {train: parts["train"], test: parts["test"]}
+    for split in (train, test) if evaluates(args) else (train,):
+        if split not in found:
+            remedy = " --test_split_size 0.05 takes one, --dataset_test_split names another." if split == test else ""
+            raise JobError(f"--dataset_name {name}: there is no split {split!r}, but {', '.join(found)}.{remedy}")
     rows = found[train]
     if hasattr(rows, "__len__") and (not len(rows) or (is_text(name) and not any(rows["text"]))):
         raise JobError(f"--dataset_name {name}: there is nothing in it to learn.")
     return found
+
+
+def evaluates(args: Any) -> bool:
+    """Whether a trainer's arguments ask for a split to evaluate on."""
+    return bool(args.eval_on_start or args.eval_strategy != "no")
 
 
 def _open(name: str, script: Any) -> Any:

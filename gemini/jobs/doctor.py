@@ -13,6 +13,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import shutil
 import textwrap
 import time
@@ -80,41 +81,30 @@ def doctor(asked: DoctorSettings, console: Console) -> int:
 
 
 def _versions() -> Iterator[str]:
-    found = {name: _version(name) for name in ("gemini-offload", *_PACKAGES)}
     yield f"python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
-    yield ", ".join(f"{name} {version or 'is not installed'}" for name, version in found.items())
+    yield ", ".join(f"{name} {_version(name)}" for name in ("gemini-offload", *_PACKAGES))
     others = {*importlib.metadata.packages_distributions().get("gemini", [])} - {"gemini-offload"}
     if others:
         yield f"ANOTHER PACKAGE IS CALLED gemini TOO, of {', '.join(sorted(others))}: each overwrites the other's files"
         yield f"  pip uninstall {' '.join(sorted(others))}, then install Gemini again"
 
 
-def _version(name: str) -> str | None:
+def _version(name: str) -> str:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    return None
+    return "is not installed"
 
 
 def _cpu() -> Iterator[str]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield f"{_cpu_name()}, {usable} of {os.cpu_count()} cores may be used"
+    yield f"{_cpu_name()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used"
     yield f"torch uses {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} threads"
-
-
-def _name() -> str:
-    """Of the machine, as its description is called: its GPUs and processor."""
-    cpu = _cpu_name()
-    if not torch.cuda.is_available():
-        return f"{cpu}, {kernels.get_num_threads()} cores"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {cpu}"
 
 
 def _cpu_name() -> str:
     """As Linux has it, or what Python knows."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
     return platform.processor() or platform.machine()
 
 
@@ -172,7 +162,9 @@ def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
     if not torch.cuda.is_available():
         yield "there is no GPU to measure"
     if asked.json is not None:
-        hardware = Hardware(_name(), {key: figures[key] for key in FIGURES if key in figures})
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, " if torch.cuda.is_available() else ""
+        name = f"{gpus}{_cpu_name()}, {kernels.get_num_threads()} cores"
+        hardware = Hardware(name, {key: figures[key] for key in FIGURES if key in figures})
         write_file(asked.json, hardware.to_json() + "\n", "--json")
         yield f"written to {asked.json}"
 

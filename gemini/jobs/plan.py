@@ -17,7 +17,7 @@ from rich.status import Status
 from gemini.errors import BudgetExceeded, GeminiError, MissingFigure, human_bytes
 from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.plan_report import Report, describe, named, screen
-from gemini.jobs.planner import Choice, Way, choose, chosen
+from gemini.jobs.planner import RUNNERS_UP, Choice, Way, choose, chosen
 from gemini.jobs.screen import answer, progress
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of
@@ -162,8 +162,6 @@ def _alternatives(way: Way, answer: Answer) -> Iterator[Report]:
 
 # ---- over a mesh -----------------------------------------------------------------------------------------------------
 
-RUNNERS_UP = 4
-"""Meshes that ``--parallel auto`` shows beside the best one."""
 MOST_PLAYED = 8
 """Meshes that it plays at most: those whose steps take least by their computing and bubble alone."""
 

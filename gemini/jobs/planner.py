@@ -253,10 +253,8 @@ def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTra
 
 CLOSE = 0.005
 """What could be quicker by less than this part of a step is not looked at."""
-
-
 RUNNERS_UP = 4
-"""Ways that are shown beside the best one."""
+"""Ways, or meshes, that are shown beside the best one."""
 
 
 class Found(NamedTuple):

@@ -79,7 +79,7 @@ def new_file(text: str) -> Path:
 
 
 @kind
-def picture(text: str) -> Path:
+def picture_file(text: str) -> Path:
     """A file whose suffix says what is drawn."""
     if Path(text).suffix.lower() not in _PICTURES:
         raise ValueError(f"a picture is one of {', '.join(_PICTURES)}, by the suffix of its name, got {text}")
@@ -177,15 +177,9 @@ class _Played(Record):
         "Whose speeds are predicted with: a machine by name, or a JSON file of `gemini doctor --measure`; where yours "
         "has more or less memory, as in rtx4090,cpu=128GiB.",
     )
-    schedule: str = opt(
-        _MACHINE, "serial is training with overlap=False.", "overlapped", choices=("overlapped", "serial")
-    )
+    schedule: str = opt(_MACHINE, "serial: with overlap=False.", "overlapped", choices=("overlapped", "serial"))
     picture: tuple[Path, ...] = opt(
-        _OUTPUT,
-        "Draw the step: .png, .svg, .html, or .json for a trace viewer. Repeat for more.",
-        (),
-        type=picture,
-        action="append",
+        _OUTPUT, f"Draw the step: {', '.join(_PICTURES)}. Repeat for more.", (), type=picture_file, action="append"
     )
 
 
@@ -196,7 +190,7 @@ class _Step(Record):
     config: str | None = opt(None, _NAMES, metavar="CONFIG", nargs="?")
     layers: int | None = opt(_MODEL, "This many layers instead of the config's own.", least=1)
     seq_len: int | None = opt(
-        _STEP, f"Tokens in a sequence. (Default: the model's positions, at most {MOST_POSITIONS}.)", least=2
+        _STEP, f"Tokens in a sequence. (Default: all positions, up to {MOST_POSITIONS}.)", least=2
     )
     gradient_checkpointing: bool = opt(_STEP, "Compute activations again in backward, and do not keep them.", False)
     tile_tokens: int | str | None = opt(
@@ -207,9 +201,7 @@ class _Step(Record):
     )
     lora: int | None = opt(_STEP, "Train a LoRA of this rank on all linear layers; all else is frozen.", least=1)
     load_in_4bit: bool = opt(_STEP, "Keep the layers under --lora in 4 bits, half a byte per weight (QLoRA).", False)
-    attn_implementation: str | None = opt(
-        _STEP, "How attention is computed. (Default: auto, what transformers chooses.)", choices=_ATTENTION
-    )
+    attn_implementation: str | None = opt(_STEP, "How attention is computed. (Default: auto.)", choices=_ATTENTION)
 
 
 # ---- trace, plan, simulate -------------------------------------------------------------------------------------------
@@ -225,7 +217,7 @@ class TraceSettings(_Printed, _Step):
     tp: int = opt(_STEP, "Slices of layers, of which this is one.", 1, least=1)
     cp: int = opt(_STEP, "Parts of sequences, of which this is one.", 1, least=1)
     target: str = opt(_STEP, "Whose workspaces count.", "cuda", choices=("cpu", "cuda"))
-    out: Path | None = opt(_OUTPUT, "Write the trace to this JSON file: what --trace of `plan` takes.", type=new_file)
+    out: Path | None = opt(_OUTPUT, "A JSON file for the trace: what --trace of `plan` takes.", type=new_file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +225,7 @@ class SimulateSettings(_Printed, _Played):
     """The options of ``gemini simulate``."""
 
     plan: Path = opt(None, "A plan: a JSON file of `plan --out`.", metavar="PLAN")
-    out: Path | None = opt(_OUTPUT, "Write the timeline to this JSON file.", type=new_file)
+    out: Path | None = opt(_OUTPUT, "A JSON file for the timeline.", type=new_file)
 
 
 def _budget(where: str, of: str) -> Any:
@@ -257,7 +249,7 @@ class PlanSettings(_Printed, _Played, _Step):
     )
     tokens_per_step: int | None = opt(_STEP, "Tokens in an optimizer step of all GPUs, for --fastest.", least=2)
     gradients: str | None = opt(
-        _STEP, "What is kept until the update. (Default: retain, or accumulate with --accumulate.)", choices=GRADIENTS
+        _STEP, "What is kept until the update. (Default: what the step needs.)", choices=GRADIENTS
     )
     optimizer: str = opt(_STEP, "The update rule.", "adamw", choices=tuple(RULES))
     states: str = opt(_STEP, "How states and masters are kept; compact is 8 bits.", "exact", choices=STATES)
@@ -271,20 +263,11 @@ class PlanSettings(_Printed, _Played, _Step):
     tp: int = opt(_MACHINE, "GPUs that share each layer, in slices (tensor parallel).", 1, least=1)
     pp: int = opt(_MACHINE, "Stages of a pipeline; --accumulate says its micro-batches.", 1, least=1)
     cp: int = opt(_MACHINE, "GPUs that share each sequence, in parts (context parallel).", 1, least=1)
-    parallel: str | None = opt(
-        _MACHINE, "The best of all meshes of --gpus for the sequences of a step, and the runners-up.", choices=("auto",)
-    )
-    compute: str | None = opt(
-        _MACHINE, "Where forward and backward run. (Default: gpu if there is one.)", choices=("gpu", "cpu")
-    )
-    out: Path | None = opt(
-        _OUTPUT, "Write the plan to this JSON file: what `simulate` and `sft --plan` take.", type=new_file
-    )
+    parallel: str | None = opt(_MACHINE, "The best of all meshes of --gpus, and the runners-up.", choices=("auto",))
+    compute: str | None = opt(_MACHINE, "Where it is computed. (Default: gpu if there is one.)", choices=("gpu", "cpu"))
+    out: Path | None = opt(_OUTPUT, "A JSON file for the plan: what `simulate` and `sft --plan` take.", type=new_file)
     alternatives: bool = opt(
-        _OUTPUT,
-        "A table of what else the machine could do with the step: checkpointing, tiles, transient gradients, compact "
-        "states, a LoRA, twice the GPUs. Each is planned as the step is.",
-        False,
+        _OUTPUT, "A table of what else the machine could do with the step, each planned as the step is.", False
     )
 
     @property
@@ -357,11 +340,7 @@ class DoctorSettings(Record):
         None, "A durable store, the nvme_path of a run: say what is in it, check all of it.", metavar="STORE", nargs="?"
     )
     nvme_path: tuple[Path, ...] = opt(
-        None,
-        "Try folders as the NVMe tier, one on each drive: direct I/O, room; and a durable store in them.",
-        (),
-        nargs="+",
-        action="extend",
+        None, "Try folders as the NVMe tier, one on each drive, and a store in them.", (), nargs="+", action="extend"
     )
     measure: bool = opt(None, "Measure the machine's speeds, and with --nvme-path those of the first drive.", False)
     json: Path | None = opt(None, "Write what was measured to this file, for --machine of gemini plan.", type=new_file)

@@ -37,7 +37,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
 
     source = find_config(settings.config, settings.layers)
     config = source.config
-    seq_len = _seq_len(config, settings.seq_len)
+    seq_len = seq_len_of(settings)
     hush()
     config.use_cache = False
     with refusing(f"{source.label} cannot be traced"):
@@ -89,11 +89,8 @@ def seq_len_of(settings: Any) -> int:
     """Tokens in a sequence of a step."""
     from gemini.jobs.models import find_config
 
-    return _seq_len(find_config(settings.config, settings.layers).config, settings.seq_len)
-
-
-def _seq_len(config: Any, asked: int | None) -> int:
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    config, asked = find_config(settings.config, settings.layers).config.get_text_config(), settings.seq_len
+    positions = getattr(config, "max_position_embeddings", None)
     if asked is None:
         return min(positions or MOST_POSITIONS, MOST_POSITIONS)
     if positions is not None and asked > positions:

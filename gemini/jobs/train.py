@@ -33,7 +33,7 @@ from gemini.errors import BudgetExceeded, counted
 from gemini.integrations.beside import budget_for
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.parallelism import parallel_of
-from gemini.jobs.data import CountsRows, open_data, words_of
+from gemini.jobs.data import CountsRows, evaluates, open_data, words_of
 from gemini.jobs.errors import JobError, refusing
 from gemini.jobs.models import ModelSource, byte_tokenizer, find_model, hush, load_tokenizer
 from gemini.jobs.screen import budget_lines, in_options
@@ -106,7 +106,7 @@ class Run:
             store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
             asked = args.resume_from_checkpoint or None
             found = choose(asked, self.out, store=store) if team.is_first else None
-            data = open_data(script, options.mixture, args.seed)
+            data = open_data(script, options.mixture, args)
             tokenizer = self._tokenizer(source, data)
             rows = data[script.dataset_train_split]
             alike |= identity_of(rows, args.seed, getattr(args, "max_length", None))
@@ -136,13 +136,7 @@ class Run:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self._say(f"data: {words_of(data, script.dataset_train_split)}; {words}")
-        if _evaluates(args):
-            if script.dataset_test_split not in data:
-                how = "--eval_on_start" if args.eval_on_start else f"--eval_strategy {args.eval_strategy.value}"
-                raise JobError(
-                    f"{how}: the data has no split {script.dataset_test_split!r} "
-                    f"(it has {', '.join(data)}). --test_split_size 0.05 takes one, --dataset_test_split names another."
-                )
+        if evaluates(args):
             self._say(f"to evaluate on: {words_of(data, script.dataset_test_split)}")
         return tokenizer
 
@@ -204,7 +198,7 @@ class Run:
                 model=self.model,
                 args=args,
                 train_dataset=data[script.dataset_train_split],
-                eval_dataset=data[script.dataset_test_split] if _evaluates(args) else None,
+                eval_dataset=data[script.dataset_test_split] if evaluates(args) else None,
                 processing_class=tokenizer,
                 **more,
             )
@@ -280,10 +274,6 @@ class Run:
         if self.options.args.push_to_hub:
             self.trainer.push_to_hub(dataset_name=self.options.script.dataset_name)
         return 0 if all_within else 1
-
-
-def _evaluates(args: Any) -> bool:
-    return bool(args.eval_on_start or args.eval_strategy != "no")
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

@@ -27,8 +27,11 @@ from gemini.planning.rules import RULES, name_of, rule_named
 from gemini.tiers import Tier
 
 
-def _opt(default: Any, words: str, **more: Any) -> Any:
+def _opt(words: str, default: Any = None, **more: Any) -> Any:
     return field(default=default, metadata={"help": words, **more})
+
+
+_FOR_JOBS = tuple(name for name, rule in RULES.items() if rule.unattended)
 
 
 @dataclass
@@ -37,48 +40,35 @@ class GeminiArguments:
 
     _argument_group_name: ClassVar[str] = "Gemini"
 
-    gpu_memory: str | None = _opt(None, "Budget on the GPU of each process, such as 20GiB. (Default: what is free.)")
-    cpu_memory: str | None = _opt(
-        None, "Budget in host memory, for all processes of a machine together. (Default: what is free.)"
-    )
-    nvme_memory: str | None = _opt(None, "Budget on the drive of --nvme_path, for all processes of a machine together.")
+    gpu_memory: str | None = _opt("Budget on the GPU of each process, such as 20GiB. (Default: what is free.)")
+    cpu_memory: str | None = _opt("Budget in host memory for all processes of a machine. (Default: what is free.)")
+    nvme_memory: str | None = _opt("Budget on the drive of --nvme_path for all processes of a machine.")
     nvme_path: list[str] | None = _opt(
-        None,
         "A folder for what does not fit elsewhere, or one on each of several drives, which are read and written "
-        "together. The files in them have no name.",
+        "together. The files in them have no name."
     )
-    activations: str | None = _opt(None, "The part of --gpu_memory to leave to activations, such as 4GiB.")
+    activations: str | None = _opt("The part of --gpu_memory to leave to activations, such as 4GiB.")
     offload_activations: str | None = _opt(
-        None,
-        "Where the inputs of checkpointed blocks wait for backward: cpu or nvme. (Default: where they are.)",
-        choices=("cpu", "nvme"),
+        "Where the inputs of checkpointed blocks wait for backward. (Default: where they are.)", choices=("cpu", "nvme")
     )
     states: str = _opt(
-        "exact",
-        "How optimizer states and masters are kept; compact is 8 bits, 5 bytes per param in all.",
-        choices=STATES,
+        "How states and masters are kept; compact is 8 bits, 5 bytes per param.", "exact", choices=STATES
     )
-    optimizer: str | None = _opt(
-        None,
-        "The update rule, where --optim has no name for it.",
-        choices=tuple(name for name, rule in RULES.items() if rule.unattended),
-    )
+    optimizer: str | None = _opt("The update rule, where --optim has no name for it.", choices=_FOR_JOBS)
     tile_tokens: str | None = _opt(
-        None,
         "Compute MLPs, norms and the output head with its loss so many tokens at a time; head=1024: the head alone; "
-        "auto: where the step does not fit otherwise. (Default: a whole batch.)",
+        "auto: where the step does not fit otherwise. (Default: a whole batch.)"
     )
     plan: str | None = _opt(
-        None,
         "A plan that `gemini plan --out` wrote for this model: its budgets, homes, moves, and the step that is made "
-        "where no options describe another.",
+        "where no options describe another."
     )
-    bytes: bool = _opt(False, "Every byte of the text is a token, whatever tokenizer the model has.")
-    durable_every: int = _opt(0, "Steps between commits to a store in --nvme_path that outlives a kill; 0 for none.")
-    replicas: int = _opt(1, "Groups of processes that keep a whole model each; a group shares its model.")
-    tp: int = _opt(1, "Processes that share each layer, in slices (tensor parallel).")
-    cp: int = _opt(1, "Processes that share each sequence, in parts (context parallel).")
-    ep: int = _opt(1, "Processes that share the experts of each layer (expert parallel).")
+    bytes: bool = _opt("Every byte of the text is a token, whatever tokenizer the model has.", False)
+    durable_every: int = _opt("Steps between commits to a store in --nvme_path that outlives a kill; 0 for none.", 0)
+    replicas: int = _opt("Groups of processes that keep a whole model each; a group shares its model.", 1)
+    tp: int = _opt("Processes that share each layer, in slices (tensor parallel).", 1)
+    cp: int = _opt("Processes that share each sequence, in parts (context parallel).", 1)
+    ep: int = _opt("Processes that share the experts of each layer (expert parallel).", 1)
 
 
 _OURS = {
@@ -315,6 +305,7 @@ def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConf
     if sizes["tp"] * sizes["cp"] == 1:
         return None
     shared = num_processes // groups
-    if sizes["replicas"] > 1 and shared == 1:  # accelerate does not know replicas that shard nothing
-        raise JobError(f"--replicas {ours.replicas} leaves a process nobody to share its part of the model with.")
-    return ParallelismConfig(dp_replicate_size=ours.replicas, dp_shard_size=shared, cp_size=ours.cp, tp_size=ours.tp)
+    with refusing(f"--replicas {ours.replicas}"):
+        return ParallelismConfig(
+            dp_replicate_size=ours.replicas, dp_shard_size=shared, cp_size=ours.cp, tp_size=ours.tp
+        )

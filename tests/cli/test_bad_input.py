@@ -93,7 +93,7 @@ def test_what_the_trainer_refuses_before_its_first_step(
     refused(train("--learning_rate", "inf"), "lr of the optimizer AdamW must be a finite number", begun=True)
     wrong = ("--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"x": 1}')
     refused(train(*wrong), "got an unexpected keyword argument 'x'", begun=True)
-    refused(train("--eval_on_start", "true"), "--eval_on_start: the data has no split 'test'", begun=True)
+    refused(train("--eval_on_start", "true"), "there is no split 'test', but train. --test_split_size")
 
 
 def test_a_vocabulary_or_window_that_does_not_fit(

@@ -11,7 +11,8 @@ from typing import Any
 import datasets
 import pytest
 
-from gemini.jobs.models import byte_tokenizer, is_text
+from gemini.jobs.data import is_text
+from gemini.jobs.models import byte_tokenizer
 from tests.cli.commands import Command, flat, refused
 
 
@@ -170,7 +171,7 @@ def test_data_that_is_not_there(train: Command, tmp_path: Path, text: Path) -> N
         refused(train("--dataset_name", absent), f"--dataset_name {absent}: there is no such file or folder")
     refused(train("--dataset_name", tmp_path / "*.nothing"), "*.nothing")
     evaluates = ["--eval_strategy", "steps"]
-    refused(train(*evaluates), "the data has no split 'test' (it has train). --test_split_size 0.05", begun=True)
+    refused(train(*evaluates), "there is no split 'test', but train. --test_split_size 0.05 takes one")
     one = train("--dataset_name", text, *evaluates, "--test_split_size", 0.1)
     refused(one, "--test_split_size 0.1 of 1 row of text (a file of text is one)", begun=True)
     refused(train("--dataset_train_split", "better"), "there is no split 'better', but train")
