@@ -190,11 +190,6 @@ def clean_up(folder: Path, is_ours: Callable[[str], bool]) -> None:
                 _discard(old, begin(final))
 
 
-def discard(final: Path) -> None:
-    """Remove a whole one. What a killed removal leaves does not look like one, and :func:`clean_up` removes it."""
-    _discard(final, begin(final))
-
-
 def remove(path: Path) -> None:
     """Remove a folder or a file as far as possible."""
     if os.path.isdir(path) and not os.path.islink(path):  # of a name that is too long Path raises

@@ -78,7 +78,14 @@ class StoreHome(CheckpointHome):
     ):
         self.place, self.draft, self.pending = store.directory, draft, dict(pending)
         self._store, self._sources, self._changed = store, sources, changed
-        _check_slots(store, chunks)
+        for chunk in chunks:
+            for kind in chunk.planes:
+                if kind not in GRADS and slot_name(kind, chunk.spec.index) not in store.slots.pairs:
+                    raise GeminiError(
+                        f"{chunk.name} was frozen when the model was wrapped and is trained now, and the durable store "
+                        f"has no room for its {kind}: set requires_grad before wrapping, or save a checkpoint to "
+                        "another folder"
+                    )
         # Taken now: what changes from here on belongs to the next commit.
         self._taken = changed.take() | self.pending.keys()
         """Chunks that the store has as they are when this is committed."""
@@ -161,16 +168,6 @@ def layout_of(sources: list[PlanePart], store: StoreFolder) -> dict[str, Any]:
             if source.numel
         },
     }
-
-
-def _check_slots(store: StoreFolder, chunks: list[Chunk]) -> None:
-    for chunk in chunks:
-        for kind in chunk.planes:
-            if kind not in GRADS and slot_name(kind, chunk.spec.index) not in store.slots.pairs:
-                raise GeminiError(
-                    f"{chunk.name} was frozen when the model was wrapped and is trained now, and the durable store has "
-                    f"no room for its {kind}: set requires_grad before wrapping, or save a checkpoint to another folder"
-                )
 
 
 class Stored(NamedTuple):
@@ -285,7 +282,12 @@ class SlotReader(TensorFile):
     def _damage(self, plane: str, run: _PageRun, position: int, what: str) -> StorageError:
         """Say what is wrong with a run, and whose values are in it."""
         kind, _, chunk = plane.rpartition("/")
-        held = self._names_in(plane, run.first * PAGE, (run.first + run.pages) * PAGE)
+        start, stop = run.first * PAGE, (run.first + run.pages) * PAGE
+        held = [
+            name
+            for name, (of, at) in self._places.items()
+            if of == plane and at < stop and start < at + self.specs[name].num_bytes
+        ]
         params = f", of {held[0]}" if held else ""
         if len(held) > 1:
             params += f" and {len(held) - 1} more"
@@ -293,14 +295,6 @@ class SlotReader(TensorFile):
             f"{self.path} is damaged in the {kind} of chunk {chunk}{params}, {run.pages} pages from byte {position}: "
             f"{what}. Check the drive; resume from a checkpoint, or start anew in another folder"
         )
-
-    def _names_in(self, plane: str, start: int, stop: int) -> list[str]:
-        """Find the tensors that have any of the bytes ``[start, stop)`` of a plane."""
-        return [
-            name
-            for name, (of, at) in self._places.items()
-            if of == plane and at < stop and start < at + self.specs[name].num_bytes
-        ]
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         plane, at = self._places[name]

@@ -87,12 +87,9 @@ def weights_for(
         )
     entries = _entries(model, engine.by_names)
     found = _merged(entries, model, engine.by_names) if merges else entries
-    return _pairs(found) if bucket_bytes is None else _in_buckets(found, parse_bytes(bucket_bytes, what="bucket_bytes"))
-
-
-def _pairs(entries: Iterator[_Weight]) -> Iterator[NamedTensor]:
-    for entry in entries:
-        yield entry.name, entry.read()
+    if bucket_bytes is None:
+        return ((entry.name, entry.read()) for entry in found)
+    return _in_buckets(found, parse_bytes(bucket_bytes, what="bucket_bytes"))
 
 
 def _in_buckets(entries: Iterator[_Weight], size: int) -> Iterator[list[NamedTensor]]:

@@ -35,23 +35,20 @@ _NEWER = re.compile(r"flash_attention_\d+")
 
 
 class Conditions(NamedTuple):
-    """The conditions that FlashAttention depends on.
-
-    Attributes:
-        cuda: the model computes on a CUDA device of compute capability 8.0 or newer.
-        half: it computes in bf16 or fp16.
-        package: ``flash_attn`` can be imported.
-        hub: the ``kernels`` package is there, with which transformers fetches kernels from the Hub instead.
-        supported: the model class has FlashAttention 2, and its heads are not too wide.
-        deterministic: the user wants the same bits from every run, and FlashAttention was not told so.
-    """
+    """The conditions that FlashAttention depends on."""
 
     cuda: bool
+    """The model computes on a CUDA device of compute capability 8.0 or newer."""
     half: bool
+    """It computes in bf16 or fp16."""
     package: bool
+    """``flash_attn`` can be imported."""
     hub: bool
+    """The ``kernels`` package is there, with which transformers fetches kernels from the Hub instead."""
     supported: bool
+    """The model class has FlashAttention 2, and its heads are not too wide."""
     deterministic: bool
+    """The user wants the same bits from every run, and FlashAttention was not told so."""
 
 
 def choose(requested: str | None, stored: str | None, has: Conditions) -> str | None:
@@ -64,11 +61,13 @@ def choose(requested: str | None, stored: str | None, has: Conditions) -> str | 
     Raises:
         ValueError: for FlashAttention where it cannot run, with what to do.
     """
-    explicit = stored if requested in (None, AUTO) else requested
-    if explicit is not None:
-        # What the user or the config names is taken as it is, or refused: never replaced by something else.
-        _refuse_impossible(explicit, "the config's" if requested in (None, AUTO) else "", has)
-        return None if requested in (None, AUTO) else requested
+    # What the user or the config names is taken as it is, or refused: never replaced by something else.
+    if requested not in (None, AUTO):
+        _refuse_impossible(requested, "", has)
+        return requested
+    if stored is not None:
+        _refuse_impossible(stored, "the config's ", has)
+        return None
     fits = has.cuda and has.half and has.package and has.supported and not has.deterministic
     return FLASH if fits else None
 
@@ -77,7 +76,7 @@ def _refuse_impossible(asked: str, whose: str, has: Conditions) -> None:
     # Only the names of FlashAttention: transformers judges all others itself.
     if not _NEWER.fullmatch(asked):
         return
-    said = f"{whose} attn_implementation={asked!r}".strip()
+    said = f"{whose}attn_implementation={asked!r}"
     otherwise = "Leave it out (torch's scaled_dot_product_attention, which has flash kernels of its own)"
     if asked == FLASH and not has.package and not has.hub:
         raise ValueError(f"{said} needs the package flash_attn, which cannot be imported. {otherwise}, or {_INSTALL}")
@@ -143,19 +142,15 @@ class Attention:
 
 def conditions(hf_config: Any, model_class: Any, precision: str, device: Any) -> Conditions:
     """Find out what there is of what FlashAttention needs."""
-    cuda = _computes_on_cuda(device)
-    half = precision in ("bf16", "fp16")
-    deterministic = (
-        torch.are_deterministic_algorithms_enabled() and os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") != "1"
-    )
+    told = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
     return Conditions(
-        cuda=cuda,
-        half=half,
+        cuda=_computes_on_cuda(device),
+        half=precision in ("bf16", "fp16"),
         package=has_package(),
         hub=importlib.util.find_spec("kernels") is not None,
         # Of models made of several (text and vision) some parts may lack it: there the user has to ask.
         supported=supports_flash(model_class, hf_config) and not getattr(hf_config, "sub_configs", None),
-        deterministic=deterministic,
+        deterministic=torch.are_deterministic_algorithms_enabled() and not told,
     )
 
 
@@ -193,28 +188,20 @@ def _computes_on_cuda(device: Any) -> bool:
     if not torch.cuda.is_available():
         return False
     # What GeminiDDP takes where the user says nothing and CUDA is there.
-    if device is None:
-        device = "cuda"
     try:
-        where = torch_device_of(device)
+        where = torch_device_of("cuda" if device is None else device)
     except RuntimeError:  # no device: GeminiDDP will say so
         return False
     return where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 0)
 
 
-def _class_behind(model_class: Any, hf_config: Any) -> Any:
-    """The class that an auto class of transformers builds for this config."""
-    mapping = getattr(model_class, "_model_mapping", None)
-    if mapping is None:
-        return model_class
-    # A mapping may have several classes for a config; the first is what the auto class builds.
-    found = mapping[type(hf_config)] if type(hf_config) in mapping else None
-    return found[0] if isinstance(found, (tuple, list)) else found
-
-
 def supports_flash(model_class: Any, hf_config: Any) -> bool:
     """Whether a model class (or auto class) of transformers has FlashAttention 2, for heads as wide as the config's."""
-    model_class = _class_behind(model_class, hf_config)
+    mapping = getattr(model_class, "_model_mapping", None)
+    if mapping is not None:
+        # Of an auto class, which builds the first where a config has several.
+        found = mapping[type(hf_config)] if type(hf_config) in mapping else None
+        model_class = found[0] if isinstance(found, (tuple, list)) else found
     only = getattr(model_class, "_compatible_flash_implementations", None)
     if not getattr(model_class, "_supports_flash_attn", False) or (only is not None and FLASH not in only):
         return False

@@ -211,13 +211,13 @@ def without_drawing() -> Iterator[None]:
     except ImportError:  # then they run on meta tensors
         yield
         return
-    with no_init_weights(), replaced(PreTrainedModel, "init_weights", _only_tie):
+
+    def only_tie(model: Any) -> None:
+        # All that is left of it; a model may call it more than once.
+        model.tie_weights(recompute_mapping=False)
+
+    with no_init_weights(), replaced(PreTrainedModel, "init_weights", only_tie):
         yield
-
-
-def _only_tie(model: Any) -> None:
-    """Tie, all that is left of transformers' ``init_weights``, which a model may call more than once."""
-    model.tie_weights(recompute_mapping=False)
 
 
 def class_of(hf_config: Any) -> Any:

@@ -196,7 +196,10 @@ class StoredModel(Skeleton):
         self._drawn -= {id(param) for name, param in self._params.items() if name not in source.missing}
         self._kept: dict[int, torch.Tensor] = {}
         self._is_adapted = False
-        _make_buffers(model)
+        # Buffers get memory, to be filled.
+        for module in model.modules():
+            for name, buffer in own_buffers(module).items():
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
     def adapt(self, adapt: Callable[[Any], Any]) -> None:
         """Let a program change the model before it is placed: what ``adapt`` touches is read, and kept.
@@ -274,7 +277,10 @@ class StoredModel(Skeleton):
     def _stream(self, homes: ByName, places: dict[str, ParamHandle]) -> None:
         """Put each value that the files have where it belongs."""
         buffers = {} if self._is_adapted else dict(self._stored.named_buffers())
-        readings = self._readings(places)
+        # What of the files is read for params of which slices are here.
+        cuts = {name: handle.cut for name, handle in places.items() if name in self._source.made}
+        found = {name: reading_of(cut, self._source.made[name]) for name, cut in cuts.items() if cut is not None}
+        readings = {name: reading for name, reading in found.items() if reading is not None}
 
         def place(name: str, value: torch.Tensor) -> None:
             if name in readings:
@@ -316,15 +322,6 @@ class StoredModel(Skeleton):
             stack.enter_context(_environment("HF_DEACTIVATE_ASYNC_LOAD", "1"))  # else threads read far ahead
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)
 
-    def _readings(self, places: dict[str, ParamHandle]) -> dict[str, SliceReading]:
-        """Find what of the files is read for params of which slices are here."""
-        found = {}
-        for name, handle in places.items():
-            if handle.cut is not None and name in self._source.made:
-                if (reading := reading_of(handle.cut, self._source.made[name])) is not None:
-                    found[name] = reading
-        return found
-
 
 class _ReadAtTouch(Away):
     """Params whose values come from the files when somebody touches them; those that were only read go again."""
@@ -347,8 +344,10 @@ class _ReadAtTouch(Away):
         return {id(param) for param in self._params if isinstance(param, PagedParameter)}
 
     def send_home(self, param: nn.Parameter) -> None:
-        if param.grad is not None or _is_shared(param):
-            return  # who looks into its memory may write there yet
+        # Another tensor, or an array, may look into its memory, and write there yet: beside it and us.
+        num_users = torch._C._storage_Use_Count(param.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        if param.grad is not None or num_users > 2:
+            return
         value, now = self._stored.read(self._names[id(param)]), param.data
         # Only what may be unchanged counts: what somebody has changed stays, beside the budget.
         self._forget(param)
@@ -369,11 +368,6 @@ def open_tensors(file_of: Mapping[str, str], keys: Sequence[str], stack: context
         else:
             opened[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True).__getitem__
     return [opened[file_of[key]](key) for key in keys]
-
-
-def _is_shared(param: nn.Parameter) -> bool:
-    """Whether another tensor, or an array, has the memory of ``param`` too."""
-    return torch._C._storage_Use_Count(param.untyped_storage()._cdata) > 2  # type: ignore[attr-defined]  # it, and we
 
 
 def internal_step(owner: Any, name: str) -> Any:
@@ -402,13 +396,6 @@ def without_progress() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _make_buffers(model: nn.Module) -> None:
-    """Give the buffers memory, to be filled."""
-    for module in model.modules():
-        for name, buffer in own_buffers(module).items():
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
 
 def _fill_buffer(buffer: Any, value: torch.Tensor) -> None:
