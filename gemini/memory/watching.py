@@ -28,8 +28,7 @@ from gemini.planning.timeline import TRACKS, Sample, Span, Timeline, Track
 from gemini.planning.traffic import path
 from gemini.tiers import Boundary, Tier
 
-graph_task = torch._C._current_graph_task_id
-"""Which backward this thread is in; -1: none."""
+graph_task = torch._C._current_graph_task_id  # which backward this thread is in; -1: none
 
 
 def trains_here(trainer: int) -> bool:
@@ -43,7 +42,7 @@ def trains_here(trainer: int) -> bool:
 NOTHING: AbstractContextManager[None] = nullcontext()
 """What stands in for an activity where nobody records."""
 
-# By track, as in ``memory_report()["moved"]``.
+# As in ``memory_report()["moved"]``.
 _BOUNDARIES = {track: str(boundary) for boundary, track in TRACKS.items()}
 
 Held = Mapping[Tier, Mapping[str, int]]
@@ -136,16 +135,11 @@ class _Thread:
 
 
 class Recorder:
-    """Collects the spans and samples of one step after another. Activities may begin and end on any thread.
-
-    Args:
-        device: finishes what it was given before the clock is read, which then tells the truth; on the training thread
-            only.
-    """
+    """Collects the spans and samples of one step after another. Activities may begin and end on any thread."""
 
     def __init__(self, device: Device | None = None):
         self.clock = time.perf_counter
-        """Seconds: the clock of :meth:`add`."""
+        # On the training thread it finishes what it was given before the clock is read, which then tells the truth.
         self._device = device
         # Reentrant: a finalizer that runs in the middle of anything here may give back bytes, and the ledger tells.
         self._lock = threading.RLock()
@@ -202,16 +196,13 @@ class Recorder:
 
     def add(self, track: Track, start: float, stop: float, name: str, chunk: int = -1, num_bytes: int = 0) -> None:
         """``track`` was at work from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over.
-
         It stalls nobody: who waits for it says so with :meth:`about`. Its bytes count where it started.
         """
         with self._lock:
             self._write(Activity(self, track, name, "", chunk, num_bytes), start, stop)
 
     def held(self, tier: Tier, holders: Mapping[str, int]) -> None:
-        """Note what some holders hold from now on: a ledger's ``on_change``. Called under the lock of the ledger, by
-        any thread, and asks it nothing.
-        """
+        """Note what some holders hold from now on: a ledger's ``on_change``, under its lock and on any thread."""
         with self._lock:
             self._held.setdefault(tier, {}).update(holders)
             # What a worker gives back between two steps belongs to the step that it worked for.
@@ -247,9 +238,7 @@ class Recorder:
             self._step = RecordedStep(now, at_start)
 
     def end_step(self) -> RecordedStep:
-        """``optimizer.step()`` is over: the step, to which other threads add until the next one begins. Called by the
-        training thread alone.
-        """
+        """``optimizer.step()`` is over: the step, to which other threads add until the next one begins."""
         self._finish_device()
         with self._lock:
             self._cut_training()
@@ -340,19 +329,16 @@ class Recorder:
         step, last = self._collecting, self._last
         if step is None:
             return
-        if last is not None and last.next_start == step.start and start < step.start:
-            self._write_to(last, activity, start, min(stop, step.start))
-        self._write_to(step, activity, start, stop)
-
-    def _write_to(self, step: RecordedStep, activity: Activity, start: float, stop: float) -> None:
         assert activity.track is not None
-        # What was under way before the step is none of it.
-        start = max(start, step.start)
-        if stop <= start:
-            return
-        label = activity.name, activity.moment, activity.chunk, activity.num_bytes
-        step.spans.append(Span(activity.track, start - step.start, stop - step.start, *label))
-        activity.num_bytes = 0  # what is interrupted has moved its bytes once
+        pieces = [(step, start, stop)]
+        if last is not None and last.next_start == step.start:
+            pieces.insert(0, (last, start, min(stop, step.start)))
+        for of, begin, end in pieces:
+            begin = max(begin, of.start)  # what was under way before a step is none of it
+            if begin < end:
+                label = activity.name, activity.moment, activity.chunk, activity.num_bytes
+                of.spans.append(Span(activity.track, begin - of.start, end - of.start, *label))
+                activity.num_bytes = 0  # what is interrupted has moved its bytes once
 
     def _moment(self) -> int:
         """The number of the stretch of computing that is under way, or interrupted; -1 outside of them."""
@@ -365,9 +351,7 @@ class Recorder:
 
 
 class RecordedEvent(Event):
-    """``event``, the end of what began at ``start``: it is recorded as ``activity`` the first time that somebody sees
-    it complete, however it ended.
-    """
+    """``event``, the end of what began at ``start``: recorded as ``activity`` when somebody first sees it complete."""
 
     def __init__(self, event: Event, activity: Activity, start: float):
         super().__init__()
@@ -375,28 +359,24 @@ class RecordedEvent(Event):
         self._unseen: Activity | None = activity
 
     def is_complete(self) -> bool:
-        complete = self._event.is_complete()
-        if complete:
-            self._report_once()
-        return complete
-
-    def wait(self) -> None:
-        try:
-            self._event.wait()
-        finally:
-            if self._event.is_complete():
-                self._report_once()
-
-    def wait_on_device(self) -> None:
-        self._event.wait_on_device()
-        self.is_complete()  # a device that computes on the calling thread has waited
-
-    def _report_once(self) -> None:
+        if not self._event.is_complete():
+            return False
         # Taken out first: two who see the end at once report it once.
         seen, self._unseen = self._unseen, None
         if seen is not None and seen.track is not None:
             stop = seen.recorder.clock()
             seen.recorder.add(seen.track, self._start, stop, seen.name, seen.chunk, seen.num_bytes)
+        return True
+
+    def wait(self) -> None:
+        try:
+            self._event.wait()
+        finally:
+            self.is_complete()
+
+    def wait_on_device(self) -> None:
+        self._event.wait_on_device()
+        self.is_complete()  # a device that computes on the calling thread has waited
 
 
 # ---- stalls, and who listens -----------------------------------------------------------------------------------------
