@@ -120,13 +120,13 @@ def test_tensors_are_kept_until_their_copy_is_over(runtime: Runtime, device: Cud
     host, card = Tensor(runtime, "host", "cpu"), Tensor(runtime, "card", "cuda")
     device.copy(card, host, "fetch")  # type: ignore[arg-type]
     streams = device._copying["fetch"]
-    assert streams.in_flight[0][2] is host and len(streams.in_flight) == 1
+    assert streams.in_flight[0][1][0] is host and len(streams.in_flight) == 1
     other = Tensor(runtime, "other", "cpu")
     device.copy(card, other, "fetch")  # type: ignore[arg-type]
     assert len(streams.in_flight) == 2
     runtime.finished.add("event 2 of stream 2")
     device.copy(card, other, "fetch")  # type: ignore[arg-type]
-    assert [kept[2] for kept in streams.in_flight] == [other, other]
+    assert [kept for _, kept in streams.in_flight] == [[other], [other]]
 
 
 @pytest.mark.usefixtures("quick_looks")

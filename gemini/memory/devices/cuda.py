@@ -42,10 +42,9 @@ _STREAMS_OF_TORCH = 32
 """How many streams torch has for a device before it gives the first one again."""
 
 
-class _StreamMark(threading.local):
-    """A mark of the calling thread: whether it computes on a stream beside the computing one."""
-
+class _OfThread(threading.local):
     is_beside = False
+    """Whether the calling thread computes on a stream beside the computing one."""
 
 
 class CudaDevice(Device):
@@ -64,14 +63,13 @@ class CudaDevice(Device):
         self._copying: dict[str, CopyStreams] = {}
         self._beside: dict[str, torch.cuda.Stream] = {}
         self._own: set[int] = set()  # handles of the streams that were made here
-        self._of_thread = _StreamMark()
+        self._of_thread = _OfThread()
         # By storage: a copy finds the window whose memory it touches, to wait for the last use of it.
         self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
         self._computing: dict[int, torch.cuda.Stream] = {}
         self._memory = WindowMemory(self)
         self._can_pin = mmap.PAGESIZE == PAGE
-        self._before = 0
-        """Bytes of tensors that were there before the model."""
+        self._before = 0  # bytes of tensors that were there before the model
         self.keeps_windows = self._memory.is_private
 
     # ---- memory -------------------------------------------------------------------------------------------------
@@ -231,7 +229,7 @@ class CudaDevice(Device):
                 elif tensor.is_cuda and not kept:
                     tensor.record_stream(on)
             # The engines read and write host memory after this returns; nothing but these references keeps it there.
-            streams.in_flight.append((event, _host_side(into), _host_side(source)))
+            streams.in_flight.append((event, [tensor for tensor in (into, source) if not tensor.is_cuda]))
         return event
 
     def mark(self) -> Event:
@@ -296,10 +294,7 @@ class CudaDevice(Device):
             self.pinned.close()
 
     def computing_streams(self) -> list[torch.cuda.Stream]:
-        """The streams on which this device was ever seen to compute: the calling thread's, and those before.
-
-        A worker thread's current stream is the default one, whichever the training thread chose for itself.
-        """
+        """The streams on which this device was ever seen to compute: the calling thread's, and those before."""
         with self.lock:
             if not self._of_thread.is_beside:
                 stream = torch.cuda.current_stream(self.torch_device)
@@ -325,8 +320,8 @@ _CONFS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 def prefer_expandable_segments() -> str:
-    """Let torch's allocator grow segments in place of taking new ones, unless the program has set it up or begun to use
-    it: what differs in size from step to step then leaves no fragments. Returns what became of it, in words.
+    """Let torch's allocator grow segments in place of taking new ones, which leaves no fragments, unless the program
+    has set it up or begun to use it. Returns what became of it, in words.
     """
     said = next((name for name in _CONFS if name in os.environ), None)
     if said is not None:
@@ -373,11 +368,6 @@ def _forget_error(device: torch.device) -> None:
 def _storage(tensor: torch.Tensor) -> int:
     """The identity of the memory that views share, also while there is none."""
     return tensor.untyped_storage()._cdata
-
-
-def _host_side(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, if it is the host's; else an empty one, so that the list of copies keeps no memory of the GPU."""
-    return tensor if not tensor.is_cuda else torch.empty(0, device="cpu")
 
 
 def _own_gpu() -> int:

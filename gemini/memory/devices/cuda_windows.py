@@ -140,12 +140,10 @@ class CopyStreams:
         self.by_direction: dict[str, torch.cuda.Stream] = {}
         self.last: tuple[str, CudaEvent] | None = None  # direction and end of the copy that was given last
         # Host memory of copies under way: the GPU's engines use it and hold no reference.
-        self.in_flight: deque[tuple[CudaEvent, torch.Tensor, torch.Tensor]] = deque()
+        self.in_flight: deque[tuple[CudaEvent, list[torch.Tensor]]] = deque()
 
     def let_go(self) -> None:
-        """Drop the references to tensors whose copies are over. In order: a stream ends its copies in the order of
-        their beginning.
-        """
+        """Drop the references to tensors whose copies are over: a stream ends them in the order of their beginning."""
         while self.in_flight and self.in_flight[0][0].is_complete():
             self.in_flight.popleft()
 
@@ -169,9 +167,7 @@ class LastUses:
             self._ranges = [kept for kept in self._ranges if not all(event.is_complete() for event in kept[2])]
 
     def take(self, start: int, stop: int) -> list[CudaEvent]:
-        """The events that have to be over before ``[start, stop)`` may be written, which belongs to somebody from now
-        on.
-        """
+        """The events that have to be over before ``[start, stop)``, which is taken now, may be written."""
         found: dict[int, CudaEvent] = {}
         kept = []
         for first, last, events in self._ranges:
@@ -218,9 +214,8 @@ class WindowMemory:
 
     def reserve(self, num_bytes: int) -> None:
         """Get one segment for so many bytes of windows; where the driver has none that long they come one by one, up to
-        so many. The segments of an earlier call go back to the driver.
-
-        They do, too, if the program has set ``max_split_size_mb``: the allocator would cut nothing out of it.
+        so many, and so they do if the program has set ``max_split_size_mb``: the allocator would cut nothing out of it.
+        The segments of an earlier call go back to the driver.
         """
         self._planned = num_bytes
         if self._pool is not None:
@@ -291,7 +286,7 @@ class CudaWindow(StorageWindow):
             torch.cuda.empty_cache()
             with self._memory.own():
                 super().populate()
-        self._address = _address(self.bytes)
+        self._address = self.bytes.untyped_storage().data_ptr()
         self._ready = self._memory.begin(self._address, self.num_bytes)
         self._followers = set()
         # Computing streams at once: they wait for copies of long ago. Copy streams wait when they touch the window.
@@ -312,7 +307,3 @@ class CudaWindow(StorageWindow):
             self._address = 0
         self._ready, self.touched = [], {}
         return super().depopulate()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -34,8 +34,7 @@ _PREFERRED, _INTERLEAVE = 1, 3  # policies of mbind
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # its number: libc has no such function
 
 _TOUCHED_AT_ONCE = 256 * 2**20
-_MOST_TOUCHING = 16
-"""Threads that make pages present: the system's lock of an address space keeps more from going faster."""
+_MOST_TOUCHING = 16  # threads: the system's lock of an address space keeps more from going faster
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

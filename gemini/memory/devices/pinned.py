@@ -80,9 +80,7 @@ class Arena:
 
 
 LARGEST = 64 * 2**30
-"""Bytes that are registered in one call at most: 511.96 GiB went well and 512.15 GiB were refused on an H200 (vllm,
-pull request 51081).
-"""
+"""Bytes that are registered in one call at most: 512.15 GiB were refused on an H200 (vllm, pull request 51081)."""
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
@@ -176,11 +174,9 @@ class PinnedArena:
         self._returned: deque[tuple[_Stretch, int]] = deque()
 
     def reserve(self, sizes: Sequence[int]) -> int:
-        """Register now what buffers of these sizes need, in as few stretches as LARGEST allows. They are taken in this
-        order, or as far as they are equal in another.
-
-        Returns how many of them, counted from the first, have registered memory: where the driver refuses a stretch,
-        halves of it are tried, down to single buffers, and what comes behind the first refusal of one stays without.
+        """Register now what buffers of these sizes need, which are taken in this order. Returns how many of them have
+        registered memory: where the driver refuses a stretch, halves of it are tried, down to single buffers, and what
+        comes behind the first refusal of one stays without.
 
         Raises:
             RuntimeError, MemoryError: if not even the first could be had; nothing has changed.
@@ -206,11 +202,7 @@ class PinnedArena:
         return count
 
     def take(self, num_bytes: int, *, grow: bool = True, zeroed: bool = True) -> torch.Tensor | None:
-        """A page-aligned buffer as a uint8 tensor. ``grow``: register more if it does not fit; else None then.
-
-        Raises:
-            RuntimeError, MemoryError: as :meth:`reserve`.
-        """
+        """A page-aligned buffer as a uint8 tensor. ``grow``: register more if it does not fit; else None then."""
         # Outside of the lock, which it takes without waiting: inside it would never get it.
         self._note_returned()
         with self._lock:
