@@ -311,11 +311,7 @@ class Calls:
 
 
 def passes_of(ref: weakref.ref[Any]) -> Any:
-    """Return the passes of a model, which hooks of its modules and graphs have weakly.
-
-    Raises:
-        GeminiError: if the model was deleted.
-    """
+    """Return the passes of a model, which hooks of its modules and graphs have weakly."""
     passes = ref()
     if passes is None:
         raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")

@@ -49,11 +49,7 @@ def num_weights(param: torch.Tensor) -> int:
 
 
 def check_coded(name: str, param: Any) -> None:
-    """Refuse codes that are not, or cannot be kept as, bytes in chunks.
-
-    Raises:
-        ValueError: naming the remedy.
-    """
+    """Refuse codes that are not, or cannot be kept as, bytes in chunks."""
     state = getattr(param, "quant_state", None)
     if not param.bnb_quantized or state is None:
         raise ValueError(

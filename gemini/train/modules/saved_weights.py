@@ -361,11 +361,7 @@ _disable = torch.autograd.graph.disable_saved_tensors_hooks
 
 @contextmanager
 def _refusing_in_our_words(error_message: str) -> Iterator[None]:
-    """torch runs no transform that takes derivatives while saved-tensor hooks are open, and says so in its words.
-
-    Raises:
-        ParamAccessError: in ours, if the hooks are those of a module that reads weights which move.
-    """
+    """torch runs no transform that takes derivatives while saved-tensor hooks are open, and says so in its words."""
     top = _hooks._top_saved_tensors_default_hooks(False)
     if top is None or (owner := _owner_of(top[0])) is None or not error_message.startswith("torch.func"):
         with _disable(error_message):

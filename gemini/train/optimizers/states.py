@@ -118,11 +118,7 @@ class States(defaultdict):  # type: ignore[type-arg]
         return state
 
     def _managed(self, param: Any) -> ParamHandle | None:
-        """The handle of a managed param, whose state is not in here (but for steps before its model was wrapped).
-
-        Raises:
-            GeminiError: if another optimizer has taken it over.
-        """
+        """The handle of a managed param, whose state is not in here (but for steps before its model was wrapped)."""
         handle, optimizer = handle_of(param), self._optimizer()
         # In here although it is managed: states of steps before the wrap, until the model has taken them over.
         if handle is None or super().__contains__(param):
@@ -141,11 +137,7 @@ class States(defaultdict):  # type: ignore[type-arg]
 
 
 def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
-    """``optimizer.state = states``, which is how programs let an optimizer start anew (``states`` are empty then).
-
-    Raises:
-        GeminiError: for states of managed params.
-    """
+    """``optimizer.state = states``, which is how programs let an optimizer start anew (``states`` are empty then)."""
     handles = managed_of(optimizer)
     # All are looked at before any starts anew.
     for handle in handles:
@@ -235,11 +227,7 @@ def first_state(spec: RuleSpec, param: nn.Parameter) -> dict[str, Any]:
 
 
 def own(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
-    """Make the params the optimizer's; managed ones that were not its own start anew.
-
-    Raises:
-        StorageError: if an update in flight, or a write to the spill file, fails.
-    """
+    """Make the params the optimizer's; managed ones that were not its own start anew."""
     params = list(params)
     with WHOLE:
         # Before they are given away: what starts anew is what another optimizer has left.
@@ -265,11 +253,7 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
 
 
 def check_owned(optimizer: HybridOptimizer, handles: Iterable[ParamHandle]) -> None:
-    """Refuse to go on with params that another optimizer has taken over.
-
-    Raises:
-        GeminiError: naming the first of them.
-    """
+    """Refuse to go on with params that another optimizer has taken over."""
     lost = [handle for handle in handles if handle.optimizer is None or handle.optimizer() is not optimizer]
     if lost:
         others = f" and {len(lost) - 1} more params" if len(lost) > 1 else ""

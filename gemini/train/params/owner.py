@@ -31,11 +31,7 @@ class Owner(Protocol):
 
 
 def owner_of(handle: ParamHandle) -> Owner:
-    """Return what manages a param.
-
-    Raises:
-        ParamAccessError: if its model was deleted.
-    """
+    """Return what manages a param."""
     owner: Owner | None = handle.owner()
     if owner is None:
         raise ParamAccessError(f"the model that managed {handle.name!r} was deleted; its params hold nothing any more")

@@ -92,11 +92,7 @@ class Gathering:
                 self._occupancy.end_alone()
 
     def _check_same_on_all(self, handles: list[ParamHandle]) -> None:
-        """Refuse, before any master changes, what was not written alike on every rank.
-
-        Raises:
-            RankMismatch: on every rank.
-        """
+        """Refuse, before any master changes, what was not written alike on every rank."""
         values = ((handle.name, self._by_names.to_compare(handle, handle.view)) for handle in handles)
         self._by_names.agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))
 

@@ -274,10 +274,6 @@ def follow_compiled(model: nn.Module, passes: Passes) -> None:
     """Hook the model anew: parts of it were compiled, or are no longer, and what is gathered when goes by that.
 
     Called by the root's own hook, so the root's hooks, the first of the list, must stay.
-
-    Raises:
-        GeminiError: if the whole was compiled.
-        BudgetExceeded: if there is no room for what a part reads at once.
     """
     # Updates in flight are awaited by the hooks that go now.
     passes.drain()

@@ -140,11 +140,7 @@ class Parking:
         return found
 
     def _make_below(self, away: list[_Away], chunk: Chunk, kind: PlaneKind, plane: MemoryPlane) -> None:
-        """Make a plane below the device: in host memory, or where there is no room in a file.
-
-        Raises:
-            BudgetExceeded: if there is none anywhere.
-        """
+        """Make a plane below the device: in host memory, or where there is no room in a file."""
         store, num_bytes = self._store, plane.num_bytes
         spec = PlaneSpec(kind, str(plane.dtype).removeprefix("torch."), plane.block)
         for tier in (Tier.CPU, *(filed for filed in FILED if filed in store.files and plane.block == 1)):

@@ -376,11 +376,7 @@ class Stepping:
 
 
 def stepping_of(handle: ParamHandle) -> Stepping:
-    """Return the stepping of the model that manages a param.
-
-    Raises:
-        ParamAccessError: if that was deleted.
-    """
+    """Return the stepping of the model that manages a param."""
     owner = handle.owner()
     stepping = (owner_of(handle) if owner is None else owner).stepping
     assert isinstance(stepping, Stepping)
