@@ -24,12 +24,7 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.patches import replaced
 from gemini.train.modules import injected
 from gemini.train.modules.calls import begin_backward_of, passes_of
-from gemini.train.modules.compiled import (
-    CompiledParts,
-    hook_around,
-    make_room_for_compiled,
-    refuse_inside_compiled,
-)
+from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
 from gemini.train.modules.reading import Structure
 from gemini.train.observers import innermost_transform
@@ -337,11 +332,7 @@ def _pre(
 
 
 def _unless_inside(
-    ref: weakref.ref[Passes],
-    state: StepState,
-    resident: tuple[Chunk, ...],
-    pre: Pre,
-    post: Post,
+    ref: weakref.ref[Passes], state: StepState, resident: tuple[Chunk, ...], pre: Pre, post: Post
 ) -> tuple[Pre, Post]:
     """Make the same hooks for where no weight ever moves: inside another module there is nothing to do but wait for
     updates, and when those are over, nothing at all.

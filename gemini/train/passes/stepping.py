@@ -18,14 +18,7 @@ from gemini.errors import GeminiError, warn
 from gemini.patches import replaced
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
-from gemini.train.params.handle import (
-    Leftover,
-    ParamHandle,
-    Stepper,
-    note_writes,
-    stepping_in_backward,
-    written_to,
-)
+from gemini.train.params.handle import Leftover, ParamHandle, Stepper, note_writes, stepping_in_backward, written_to
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.parts import Parts
