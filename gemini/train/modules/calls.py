@@ -150,7 +150,11 @@ class Calls:
                 self._release_all(record.chunks)
         # Noted only when all is there, so that an error leaves no call that would have to be ended.
         self._acquire_all(chunks)
-        kept = self._keep(keep) if keep else ()
+        kept: tuple[Chunk, ...] = ()
+        if keep:
+            with contextlib.suppress(BudgetExceeded):  # else each module inside gathers what it reads
+                self._acquire_all(keep)
+                kept = keep
         for chunk in chunks + kept:
             self._expose(chunk)
         stack = self.running.setdefault(threading.get_ident(), [])
@@ -158,13 +162,6 @@ class Calls:
         record.kept = kept
         stack.append(record)
         return record
-
-    def _keep(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-        try:
-            self._acquire_all(chunks)
-        except BudgetExceeded:  # then each module inside gathers what it reads
-            return ()
-        return chunks
 
     def end(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed, and calls inside it that had no end of their own.

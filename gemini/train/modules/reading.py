@@ -55,11 +55,6 @@ class CalledModule(NamedTuple):
     """The place of the module around it among all visits; None for the root."""
     is_again: bool
     """Whether the same module was visited under another path before."""
-    rewritten: tuple[nn.Parameter, ...]
-    """The params that a call of it may write to."""
-    is_tuner_layer: bool
-    is_wrapper: bool
-    """Whether it is PEFT's ParamWrapper, which parametrizes what it is around for each forward."""
 
 
 class Structure:
@@ -121,11 +116,9 @@ class Structure:
             (self.adapters if in_adapter else self._base).add(id(param))
         is_tuner = is_tuner_layer(module)
         if is_called:
-            is_again, read, rewritten = id(module) in self._called, params_read_by(module), rewritten_by(module)
+            read = tuple(params_read_by(module))
+            self.visits.append(CalledModule(path, module, read, around, id(module) in self._called))
             self._called.add(id(module))
-            is_wrapper = is_a(type(module), "ParamWrapper")
-            visit = CalledModule(path, module, tuple(read), around, is_again, tuple(rewritten), is_tuner, is_wrapper)
-            self.visits.append(visit)
             # Modules below stand inside this visit, not inside a module that is never called.
             around = len(self.visits) - 1
         if id(module) in self.compiled or READ_AS_A_WHOLE in module.__dict__:

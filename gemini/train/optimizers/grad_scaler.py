@@ -24,7 +24,7 @@ from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaling import Scale, ScaleLoss, Scaling, scaler_steps
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import handle_of, handles_of, params_of
-from gemini.train.passes.stepping import stepping_of
+from gemini.train.params.owner import owner_of
 from gemini.train.sharding.company import Company
 
 
@@ -102,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         handles = handles_of(params_of(optimizer))
         if not handles:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        stepping = stepping_of(handles[0])
+        stepping = owner_of(handles[0]).stepping
         # Sums of squares of all ranks first: inf or NaN is looked for in the whole gradient.
         stepping.settle()
         ready = [handle for handle in handles if handle.has_grad]

@@ -36,7 +36,7 @@ from gemini.train.params.handle import (
     stepping_in_backward,
 )
 from gemini.train.params.owner import Owner, owner_of
-from gemini.train.passes.stepping import Stepping, stepping_of
+from gemini.train.passes.stepping import Stepping
 from gemini.train.step import run_alone
 
 Group = dict[str, Any]
@@ -266,7 +266,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 else:
                     param.grad.detach_().zero_()
         if handles:
-            stepping_of(handles[0]).discard(handles, to_zero=not set_to_none)
+            owner_of(handles[0]).stepping.discard(handles, to_zero=not set_to_none)
 
     def full_state(self, name: str) -> dict[str, torch.Tensor]:
         """The states of one managed param, as tensors on the CPU: "step", those of the rule (for Adam "exp_avg" and
@@ -397,28 +397,28 @@ class HybridOptimizer(torch.optim.Optimizer):
     def skip_step(self) -> None:
         """Drop the gradients of managed params in place of a step (``GradScaler.step`` has found inf or NaN)."""
         if handles := self._handles():
-            stepping_of(handles[0]).skip(handles)
+            owner_of(handles[0]).stepping.skip(handles)
 
     # ---- managed params -----------------------------------------------------------------------------------------
 
     def scalars_in_backward(self, handle: ParamHandle, backward_number: int, scale: float) -> Any:
         """The scalars to update a param with whose gradient has just become complete (``step_in_backward``)."""
         if self._backward_checked != backward_number:  # before the first update of this backward
-            self._check_mode(stepping_of(handle))
+            self._check_mode(owner_of(handle).stepping)
             self._backward_checked = backward_number
             # Once per backward, since its first update cannot be taken back.
             if (refusal := self._refusal()) is not None:
                 raise refusal
         # By identity: == of tensors compares values.
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
-        return stepping_of(handle).rule.scalars(group, handle.num_steps + 1, scale)
+        return owner_of(handle).stepping.rule.scalars(group, handle.num_steps + 1, scale)
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None) -> None:
         """Step, while no other thread is in the model. ``refusal``: what is wrong with this rank's groups."""
         reference = managed[0][0].owner
         if any(handle.owner is not reference for handle, _ in managed):
             self._owner()  # of two models, wrapped after this optimizer was made: refused
-        stepping = stepping_of(managed[0][0])
+        stepping = owner_of(managed[0][0]).stepping
         self._check_mode(stepping)
         run_alone(stepping.state, self._step_alone, stepping, managed, refusal)
 
@@ -474,7 +474,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 "(clipping, loss scale and skipped steps are per model)"
             )
         for handle in handles.values():
-            refuse_other(self.rule, stepping_of(handle).rule)
+            refuse_other(self.rule, owner_of(handle).stepping.rule)
         return next((owner_of(handle) for handle in handles.values()), None)
 
     # ---- plain params -------------------------------------------------------------------------------------------

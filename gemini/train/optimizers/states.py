@@ -28,7 +28,6 @@ from gemini.train.optimizers.checks import RESIDUAL_OF, layout_of
 from gemini.train.params.guard import ReadLater
 from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, params_of
 from gemini.train.params.owner import owner_of
-from gemini.train.passes.stepping import stepping_of
 
 if TYPE_CHECKING:
     from gemini.train.optimizers.optimizer import HybridOptimizer
@@ -138,13 +137,12 @@ class States(defaultdict):  # type: ignore[type-arg]
 
 def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
     """``optimizer.state = states``, which is how programs let an optimizer start anew (``states`` are empty then)."""
-    handles = managed_of(optimizer)
-    # All are looked at before any starts anew.
-    for handle in handles:
-        if states.get(handle.param) and not isinstance(states, States):
-            raise _cannot_write(handle)
     if not isinstance(states, States):
-        start_anew(handles)
+        # All are looked at before any starts anew.
+        for handle in managed_of(optimizer):
+            if states.get(handle.param):
+                raise _cannot_write(handle)
+        start_anew(managed_of(optimizer))
     return States(optimizer, states)
 
 
@@ -216,7 +214,7 @@ class _Planes(Mapping[str, torch.Tensor]):
         is_plane = name in handle.chunk.states and name != RESIDUAL and value.shape == handle.param.shape
         if not is_plane or _compact_rule(handle) is not None:
             raise _cannot_write(handle)
-        stepping_of(handle).updates.drain()
+        owner_of(handle).stepping.updates.drain()
         with WHOLE:
             owner_of(handle).by_names.write_plane(handle, name, value)
 
@@ -243,7 +241,7 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
         return
     state = owner_of(used[0]).state
     if state.corrupted_by is None:  # else a checkpoint is going to overwrite all of it, and nothing less helps
-        stepping_of(used[0]).updates.drain()
+        owner_of(used[0]).stepping.updates.drain()
     with WHOLE:
         for handle in used:
             if state.corrupted_by is None:
@@ -265,7 +263,7 @@ def check_owned(optimizer: HybridOptimizer, handles: Iterable[ParamHandle]) -> N
 
 def _compact_rule(handle: ParamHandle) -> CompactRule | None:
     """The rule of a param with compact states, or None for exact ones."""
-    rule = stepping_of(handle).rule.of(handle.chunk.spec.exact)
+    rule = owner_of(handle).stepping.rule.of(handle.chunk.spec.exact)
     return rule if isinstance(rule, CompactRule) else None
 
 
@@ -289,7 +287,7 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
     Compact ones are decoded: fp32, and a residual of int16.
     """
     owner_of(handle).state.check_masters("the state of an optimizer is read")
-    by_names, rule, compact = owner_of(handle).by_names, stepping_of(handle).rule, _compact_rule(handle)
+    by_names, rule, compact = owner_of(handle).by_names, owner_of(handle).stepping.rule, _compact_rule(handle)
     state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
     for kind in _shown(handle):
         value = by_names.read_plane(handle, kind) if name in (None, kind) else None
@@ -311,7 +309,7 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
         state[RESIDUAL_OF] = torch.tensor(by_names.sum_of_weights(handle), device="cpu")
     if handle.factors:
         # Factors are no plane: nobody waits for their update unless asked.
-        stepping_of(handle).updates.wait(handle.chunk)
+        owner_of(handle).stepping.updates.wait(handle.chunk)
         state.update({kind: value.clone() for kind, value in handle.factors.items() if name in (None, kind)})
     return state
 
@@ -365,7 +363,7 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
         # Of steps before the model was wrapped: its average begins here, at the master that these have left.
         by_names.write_plane(handle, EMA, by_names.read(handle, torch.float32))
     if handle.factors:
-        stepping_of(handle).updates.wait(handle.chunk)
+        owner_of(handle).stepping.updates.wait(handle.chunk)
         for kind, factor in handle.factors.items():
             if kind in state:
                 factor.copy_(state[kind])

@@ -150,13 +150,13 @@ class ParamHandle:
         """Refuse a gradient, before it is used or read, that a broken backward has a part in, or that torch would have
         added to one that a step has used: never where the optimizer steps inside backward for good, and none is left.
         """
-        if self.leftover is Leftover.TORN and self.norm_sums is not None:
+        if self.norm_sums is None or self.leftover in (Leftover.NOTHING, Leftover.ZEROS):
+            return
+        if self.leftover is Leftover.TORN:
             raise GeminiError(
                 f"the gradient of {self.name!r} is not whole: the backward of one of its micro-batches ran out of "
                 "memory after a part of it had been added. Call optimizer.zero_grad() and begin the step anew"
             )
-        if self.leftover is not Leftover.USED or self.norm_sums is None:
-            return
         stepper = None if self.optimizer is None else self.optimizer()
         if stepper is None or not stepper.step_in_backward or stepper.speculate:
             raise GeminiError(

@@ -107,12 +107,11 @@ class ForwardPass:
             self._saved_weights.begin_forward()
             # A view of a window that somebody keeps shows the weights of before the last step until this.
             self._manager.refresh_lent()
-        if self._moves:
             self._manager.begin_forward(in_step=torch.is_grad_enabled())
-        if self._moves and torch.is_grad_enabled():
-            # All ranks come here for a forward with gradients: they compare scripts before the first gather.
-            self._company.begin_step()
-            self._manager.look_ahead()
+            if torch.is_grad_enabled():
+                # All ranks come here for a forward with gradients: they compare scripts before the first gather.
+                self._company.begin_step()
+                self._manager.look_ahead()
         self.exposure.begin()
 
     def settle(self) -> None:

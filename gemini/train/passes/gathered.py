@@ -37,9 +37,7 @@ class Gathering:
     @contextmanager
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
         """Keep the full weights of ``handles`` readable; with ``write`` what was written becomes the master exactly.
-
-        Autograd is off where weights are written. An exception inside undoes what was written. With several ranks each
-        writes its shard, so all must write the same.
+        Autograd is off where weights are written. An exception inside undoes what was written.
         """
         chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         begun = list[Chunk]()
@@ -64,8 +62,9 @@ class Gathering:
                 try:
                     yield from yield_without_grad() if write else (None,)  # torch allows writes to weights only there
                     if write:
-                        # Before any master changes, on every rank.
-                        self._check_same_on_all(handles)
+                        # Before any master changes, on every rank: what was not written alike is refused on all.
+                        values = ((h.name, self._by_names.to_compare(h, h.view)) for h in handles)
+                        self._by_names.agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))
                         with WHOLE:  # Ctrl-C leaves no write half done
                             takes_over = True
                             for handle in handles:
@@ -90,11 +89,6 @@ class Gathering:
                         self._observers.after_write(chunk)
             if is_first:
                 self._occupancy.end_alone()
-
-    def _check_same_on_all(self, handles: list[ParamHandle]) -> None:
-        """Refuse, before any master changes, what was not written alike on every rank."""
-        values = ((handle.name, self._by_names.to_compare(handle, handle.view)) for handle in handles)
-        self._by_names.agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))
 
 
 class Rewriting:

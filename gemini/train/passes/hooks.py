@@ -26,7 +26,7 @@ from gemini.train.modules import injected
 from gemini.train.modules.calls import begin_backward_of, passes_of
 from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
-from gemini.train.modules.reading import Structure
+from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewritten_by
 from gemini.train.observers import innermost_transform
 from gemini.train.params.handle import ParamHandle, handles_of
 from gemini.train.params.owner import Owner
@@ -91,8 +91,8 @@ def _attach_parts(
         path, module = visit.path, visit.module
         resident, keep = waits.get(path, ()), keeps.get(id(module), ())
         entrance = ENTRANCE.fullmatch(path) is not None
-        rewritten = handles_of(visit.rewritten) if visit.rewritten else []
-        if visit.is_wrapper:
+        rewritten = handles_of(rewritten_by(module))
+        if is_a(type(module), "ParamWrapper"):  # of PEFT: it parametrizes what it is around for each forward
             # Registered before ours, so it runs before them: ours would see torch's write and refuse it.
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
         is_around = bool(keep) or (entrance and id(module) in structure.holders)
@@ -106,7 +106,7 @@ def _attach_parts(
                 # Where nothing moves most hooks have nothing to do: those return at one look.
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *_taking_over(ref, rewritten, pre, post))
-        if visit.is_tuner_layer:
+        if is_tuner_layer(module):
             hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
     dtype = COMPUTE_DTYPES[passes.config.precision]
     if dtype is torch.float32:
@@ -229,7 +229,7 @@ def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre,
 
 def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: tuple[Chunk, ...]) -> None:
     ref, model = weakref.ref(passes), structure.model
-    chunks, rewritten = _to_gather(structure.visits[0].params), handles_of(structure.visits[0].rewritten)
+    chunks, rewritten = _to_gather(structure.visits[0].params), handles_of(rewritten_by(model))
     resident += resident_chunks(rewritten)
     compiled = CompiledParts(structure)
 

@@ -19,7 +19,6 @@ from gemini.patches import replaced
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.params.handle import Leftover, ParamHandle, Stepper, note_writes, stepping_in_backward, written_to
-from gemini.train.params.owner import owner_of
 from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.parts import Parts
 from gemini.train.sharding.step_sync import facts_of_step
@@ -366,11 +365,3 @@ class Stepping:
         # Last: the next forward's weights are fetched behind what the program does between steps.
         if self._moves:
             self._store.manager.look_ahead()
-
-
-def stepping_of(handle: ParamHandle) -> Stepping:
-    """Return the stepping of the model that manages a param."""
-    owner = handle.owner()
-    stepping = (owner_of(handle) if owner is None else owner).stepping
-    assert isinstance(stepping, Stepping)
-    return stepping
