@@ -49,11 +49,7 @@ def exact_sqrt(x: Tensor) -> Tensor:
 
 
 def number_of(value: Any, what: str) -> float:
-    """A real number, also as a tensor of one element; ``what`` names it.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """A real number, also as a tensor of one element; ``what`` names it. Raises TypeError for anything else."""
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex():
             return float(value)
@@ -87,11 +83,7 @@ class Hyper(NamedTuple):
     """Which numbers make sense (where nothing is said what is not negative, of several "in [0, 1)"), or the words."""
 
     def check(self, value: Any, what: str) -> None:
-        """Refuse a value that makes no sense; ``what`` names it.
-
-        Raises:
-            ValueError, TypeError: saying what is wanted.
-        """
+        """Refuse a value that makes no sense; ``what`` names it. Raises ValueError or TypeError, saying what is wanted."""
         if isinstance(self.default, bool):
             if not isinstance(value, bool):
                 raise TypeError(f"{what} must be True or False, got {value!r}")
@@ -147,10 +139,8 @@ class UpdateRule(ABC):
         return self
 
     def check_group(self, group: Mapping[str, Any], what: str) -> None:
-        """Refuse hyperparameters that make no sense.
-
-        Raises:
-            ValueError, TypeError: naming the hyperparameter and ``what`` has it.
+        """Refuse hyperparameters that make no sense. Raises ValueError or TypeError, naming the hyperparameter and
+        ``what`` has it.
         """
         for name, default in self.defaults.items():
             if name not in group:
@@ -306,11 +296,7 @@ def rule_of(optimizer: UpdateRule | None) -> UpdateRule:
 
 
 def refuse_other(given: UpdateRule, wrapped_for: UpdateRule) -> None:
-    """Refuse an optimizer whose model has the planes of another rule.
-
-    Raises:
-        GeminiError: naming both.
-    """
+    """Refuse an optimizer whose model has the planes of another rule. Raises GeminiError, naming both."""
     if given not in (wrapped_for.face, wrapped_for):
         raise GeminiError(
             f"this optimizer's rule is {given!r}, and the model was wrapped for {wrapped_for.face!r}, whose planes its "

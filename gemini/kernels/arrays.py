@@ -94,10 +94,8 @@ class Addresses(NamedTuple):
 def check_update(
     arrays: Arrays, spec: RuleSpec, segments: Sequence[Segment], grad_scale: Tensor | None, stop: Tensor | None
 ) -> Addresses:
-    """Look at all that an update is given, as the planes of its rule and its segments ask for it.
-
-    Raises:
-        ValueError: saying what was given and what is taken.
+    """Look at all that an update is given, as the planes of its rule and its segments ask for it. Raises ValueError,
+    saying what was given and what is taken.
     """
     weights, residual, states, grad = arrays
     is_compact, n = spec.exact is not None, weights.numel()
@@ -128,10 +126,7 @@ def check_update(
 
 def check(op: str, args: Sequence[Arg], numel: int | None = None, device: torch.device | None = None) -> list[int]:
     """Addresses of the tensors, which are flat, of the accepted dtypes, and as long as the first and where it is, or of
-    ``numel`` elements on ``device``.
-
-    Raises:
-        ValueError: saying what was given and what is taken.
+    ``numel`` elements on ``device``. Raises ValueError, saying what was given and what is taken.
     """
     n = args[0][1].numel() if numel is None else numel
     device = args[0][1].device if device is None else device

@@ -86,10 +86,8 @@ class Compiler:
         """Those that it can compile for, as 10 * major + minor of a compute capability."""
 
     def target(self, capability: tuple[int, int]) -> str:
-        """What to compile for: machine code for a card that is known, else text that a newer driver compiles.
-
-        Raises:
-            RuntimeError: if the card is older than all that are known.
+        """What to compile for: machine code for a card that is known, else text that a newer driver compiles. Raises
+        RuntimeError if the card is older than all that are known.
         """
         wanted = 10 * capability[0] + capability[1]
         older = [known for known in self.architectures if known <= wanted]
@@ -101,10 +99,8 @@ class Compiler:
         return f"sm_{wanted}" if wanted in older else f"compute_{max(older)}"
 
     def compile(self, kernel: str, target: str) -> tuple[str, bytes]:
-        """The symbol and the code of one kernel, named with its template arguments.
-
-        Raises:
-            RuntimeError: with what the compiler said.
+        """The symbol and the code of one kernel, named with its template arguments. Raises RuntimeError, with what the
+        compiler said.
         """
         program, name = ctypes.c_void_p(), f"&{_SPACE}{kernel}".encode()
         library, source = self._library, text().encode()
@@ -139,20 +135,12 @@ class Compiler:
 
 @cache
 def compiler() -> Compiler:
-    """The compiler of this process.
-
-    Raises:
-        CompilerMissing: if there is none.
-    """
+    """The compiler of this process. Raises CompilerMissing if there is none."""
     return Compiler()
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at a path, or of a bare name where the system finds it.
-
-    Raises:
-        OSError: if it cannot be loaded.
-    """
+    """The library at a path, or of a bare name where the system finds it. Raises OSError if it cannot be loaded."""
     # NVRTC opens it by its bare name when it compiles, and finds what is loaded already.
     for beside in path.parent.glob("libnvrtc-builtins*.so*") if path.is_absolute() else ():
         ctypes.CDLL(str(beside))
@@ -190,10 +178,8 @@ def cache_folder() -> Path:
 
 
 def code_of(kernel: str, capability: tuple[int, int]) -> tuple[str, bytes]:
-    """The symbol and the code of a kernel for a card, compiled now if it was not before.
-
-    Raises:
-        RuntimeError: if it cannot be compiled.
+    """The symbol and the code of a kernel for a card, compiled now if it was not before. Raises RuntimeError if it
+    cannot be compiled.
     """
     made_by = compiler()
     target = made_by.target(capability)

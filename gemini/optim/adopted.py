@@ -107,10 +107,8 @@ def step(optimizer: Optimizer) -> None:
 
 
 def frozen(value: Any) -> Any:
-    """A hyperparameter as a value that can be hashed: tensors of one element are numbers, lists are tuples.
-
-    Raises:
-        TypeError: for what is neither a number, a word, nor a tuple of such.
+    """A hyperparameter as a value that can be hashed: tensors of one element are numbers, lists are tuples. Raises
+    TypeError for what is neither a number, a word, nor a tuple of such.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
@@ -250,11 +248,7 @@ def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
 
 
 def _defaults(kind: type[Optimizer], hypers: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, as the class makes one.
-
-    Raises:
-        Refusal: if it cannot be made of params and these.
-    """
+    """The hyperparameters of a group, as the class makes one. Raises Refusal if it cannot be made of params and these."""
     try:
         group = kind([nn.Parameter(torch.zeros(SHAPE, device="cpu"))], **hypers).param_groups[0]
     except Exception as e:
@@ -358,9 +352,7 @@ def _anatomy_with(kind: type[Optimizer], hypers: Hypers) -> Anatomy:
 @lru_cache(maxsize=512)
 def _check(rule: AdoptedRule, hypers: Hypers, what: str) -> None:
     """Refuse hyperparameters that the class does not take, or with which it keeps other states than the rule has.
-
-    Raises:
-        ValueError: naming them.
+    Raises ValueError, naming them.
     """
     try:
         make(rule.kind, [nn.Parameter(torch.zeros(SHAPE, device="cpu"))], dict(hypers))
@@ -412,10 +404,8 @@ class Snapshot(NamedTuple):
 
 @without_grad
 def trained(kind: type[Optimizer], hypers: Mapping[str, Any], shape: tuple[int, ...] = SHAPE) -> list[Snapshot]:
-    """What an optimizer makes of a param, step by step.
-
-    Raises:
-        Refusal: if it cannot even do that, or draws random numbers.
+    """What an optimizer makes of a param, step by step. Raises Refusal if it cannot even do that, or draws random
+    numbers.
     """
     param = nn.Parameter(begin_of(shape))
     before = torch.get_rng_state()

@@ -87,10 +87,8 @@ def upper_byte(residual: Tensor) -> Tensor:
 
 
 def rule_for(optimizer: UpdateRule | None, states: str, precision: str | None) -> UpdateRule:
-    """The rule of ``GeminiConfig(optimizer=, states=, precision=)``.
-
-    Raises:
-        ValueError: for states that the rule or the precision does not have.
+    """The rule of ``GeminiConfig(optimizer=, states=, precision=)``. Raises ValueError for states that the rule or the
+    precision does not have.
     """
     rule = rule_of(optimizer)
     return rule if spec_for(rule.spec, states, precision) is rule.spec else CompactRule(rule)

@@ -47,11 +47,9 @@ class GradientHomes:
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
 
     def promote(self, chunks: list[Chunk]) -> None:
-        """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
-
-        Raises:
-            BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
-            StorageError: if the disk fails; every gradient is still there, in one form or the other.
+        """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none. Raises BudgetExceeded if there is no
+        room (what was retained is as it was, and so is the ledger), and StorageError if the disk fails: every gradient
+        is still there, in one form or the other.
         """
         narrow = [c for c in chunks if GRAD in c.planes and not adds_up(c)]
         if not narrow:
@@ -84,11 +82,8 @@ class GradientHomes:
     @contextlib.contextmanager
     def at_hand(self, chunks: Sequence[Chunk]) -> Iterator[None]:
         """Keep the gradients of these chunks where modules compute, as far as there is room: the backwards inside add
-        to them there, and they go home once. The bits are the same.
-
-        Raises:
-            BudgetExceeded: as :meth:`promote`.
-            StorageError: if the disk fails.
+        to them there, and they go home once. The bits are the same. Raises BudgetExceeded as :meth:`promote`;
+        StorageError if the disk fails.
         """
         self.promote(list(chunks))
         # Their weights stay there for all backwards inside: fetched again for each, more would be lost than is won.
@@ -155,10 +150,7 @@ class GradientHomes:
 
     def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
         """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.
-
-        Raises:
-            BudgetExceeded: if there is no room.
-            StorageError: if the spill file cannot grow.
+        Raises BudgetExceeded if there is no room; StorageError if the spill file cannot grow.
         """
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
         staging, here, has_reserved = self._mover.staging, self._device.tier, False

@@ -42,10 +42,8 @@ class HessianProbe:
         return None
 
     def product(self) -> torch.Tensor:
-        """The gradient times the vector. What arrives from now on is the Hessian times the vector.
-
-        Raises:
-            GeminiError: if the gradient of no param depends on any.
+        """The gradient times the vector. What arrives from now on is the Hessian times the vector. Raises GeminiError
+        if the gradient of no param depends on any.
         """
         # From here on gradients are those of the second backward.
         products, self._products = self._products, None

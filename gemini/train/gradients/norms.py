@@ -90,11 +90,8 @@ class GradientNorms:
         return self._stages.swap(Tag.VALUES, said, "the gradient norm of a pipeline").tolist()  # type: ignore[no-any-return]
 
     def check_finite(self, handles: list[ParamHandle]) -> None:
-        """Refuse inf and NaN; on CUDA a wait for sums that the host has not seen yet, as in :meth:`total_sum`.
-
-        Raises:
-            NonFiniteGradient: naming the first param; nothing was touched.
-            GeminiError: if one of them is not whole.
+        """Refuse inf and NaN; on CUDA a wait for sums that the host has not seen yet, as in :meth:`total_sum`. Raises
+        NonFiniteGradient, naming the first param; nothing was touched; GeminiError if one of them is not whole.
         """
         bad = [handle for handle, total in self._totals(handles) if not math.isfinite(total)]
         if self._stages is not None:
@@ -115,11 +112,7 @@ class GradientNorms:
 
 
 def _whole(handles: list[ParamHandle]) -> list[ParamHandle]:
-    """The params that have a gradient.
-
-    Raises:
-        GeminiError: if one of these is not whole.
-    """
+    """The params that have a gradient. Raises GeminiError if one of these is not whole."""
     for handle in handles:
         if handle.leftover:
             handle.refuse_incomplete_gradient()

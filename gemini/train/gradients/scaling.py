@@ -166,10 +166,8 @@ class Scaling:
         self._entered = task
 
     def _hold(self, scale: Scale) -> None:
-        """Note that the gradients that are about to land have this scale.
-
-        Raises:
-            GeminiError: if those that are there have another one, or are unscaled already.
+        """Note that the gradients that are about to land have this scale. Raises GeminiError if those that are there
+        have another one, or are unscaled already.
         """
         if scale is self.held is UNSCALED:
             return  # nothing there is a scaler's: no gradient need be looked at
@@ -226,9 +224,7 @@ class Scaling:
 
     def unscale_seen(self, handles: Iterable[ParamHandle]) -> float:
         """The factor of :attr:`unscale` for who looks at gradients now: 1 until ``GradScaler.unscale_``, as in torch.
-
-        Raises:
-            GeminiError: if some are unscaled and some are not.
+        Raises GeminiError if some are unscaled and some are not.
         """
         done = {handle.name in self._unscaled for handle in _to_be_used(handles)} if self.is_scaled else set()
         if len(done) > 1:

@@ -50,10 +50,8 @@ _LANDING = WELCOME | {Turn.LANDINGS}
 
 
 def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
-    """Refuse what cannot be kept as it is.
-
-    Raises:
-        GeminiError: for a gradient with a graph of its own, a sparse one, and one of another dtype than the param's.
+    """Refuse what cannot be kept as it is. Raises GeminiError for a gradient with a graph of its own, a sparse one, and
+    one of another dtype than the param's.
     """
     if grad.requires_grad:
         raise GeminiError(
@@ -533,11 +531,7 @@ def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.S
 
 
 def sum_tied(params: ParamSet, gradients: GradientStore, stages: Wire) -> None:
-    """After the last backward of a step; all stages come here.
-
-    Raises:
-        RankLost: if another one does not.
-    """
+    """After the last backward of a step; all stages come here. Raises RankLost if another one does not."""
     by_name = {handle.whole_name: handle for handle in params.handles}
     for name, shared in params.of_stages.items():
         if len(shared.ranks) < 2 or stages.rank not in shared.ranks:

@@ -28,10 +28,8 @@ RESIDUAL_OF = "residual_of"
 
 def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -> None:
     """Refuse loaded states of other groups, those that are not of this rule (names, shapes, dtypes, step counts), and
-    those of params that are frozen here, and have nowhere to keep them.
-
-    Raises:
-        ValueError, TypeError: naming the param and the key.
+    those of params that are frozen here, and have nowhere to keep them. Raises ValueError or TypeError, naming the
+    param and the key.
     """
     sizes, mine = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], own))
     if sizes != mine:
@@ -106,10 +104,8 @@ def shown_layout_of(rule: UpdateRule, param: torch.Tensor) -> dict[str, tuple[to
 
 
 def check_decay(group: Group, mine: Group, what: str) -> None:
-    """Refuse a group loaded into an Adam's that decays weights in the other one of both ways.
-
-    Raises:
-        ValueError: saying how this optimizer is to be made.
+    """Refuse a group loaded into an Adam's that decays weights in the other one of both ways. Raises ValueError, saying
+    how this optimizer is to be made.
     """
     there = group.get("decoupled", group.get("decoupled_weight_decay"))
     here = is_decoupled(mine)
@@ -132,11 +128,8 @@ def loaded_group(saved: Group, mine: Group) -> dict[str, Any]:
 
 
 def agree_on_state(optimizer: Any, owner: Owner, state: Mapping[str, Any], refusal: BaseException | None) -> None:
-    """See that every rank is about to load the same state into managed params, and has nothing against it.
-
-    Raises:
-        RankMismatch: on every rank, naming what differs; nothing was changed.
-        GeminiError: on every rank, if one refuses; there its ``refusal``.
+    """See that every rank is about to load the same state into managed params, and has nothing against it. Raises
+    RankMismatch on every rank, naming what differs, and GeminiError if one refuses, there its ``refusal``.
     """
 
     def facts() -> Facts:

@@ -170,10 +170,8 @@ class GradScaler(torch.amp.GradScaler):
 def _agree(
     company: Company, scaling: Scaling, is_bad: bool, *, has_plain: bool, found: dict[torch.device, torch.Tensor]
 ) -> bool:
-    """Whether any rank has found inf or NaN: gradients of plain params are each rank's own.
-
-    Raises:
-        RankMismatch: if the ranks have scaled their losses differently.
+    """Whether any rank has found inf or NaN: gradients of plain params are each rank's own. Raises RankMismatch if the
+    ranks have scaled their losses differently.
     """
     if has_plain:
         is_bad = is_bad or any(flag.item() for flag in found.values())

@@ -65,11 +65,9 @@ def _new(original: type, kind: type) -> Any:
 
 
 def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backward: bool = False) -> HybridOptimizer:
-    """Let a torch optimizer update its params by ``rule``; its states move to where those of managed params are.
-
-    Raises:
-        ValueError, TypeError, GeminiError: as :class:`HybridOptimizer`, for its groups and its states; and for methods
-            that were replaced on the optimizer itself. Nothing was changed.
+    """Let a torch optimizer update its params by ``rule``; its states move to where those of managed params are. Raises
+    as :class:`HybridOptimizer` for its groups and its states, and ValueError for methods that were replaced on the
+    optimizer itself. Nothing was changed.
     """
     original: Any = type(optimizer)
     before = dict(vars(optimizer))

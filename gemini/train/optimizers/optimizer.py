@@ -113,10 +113,8 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _take_over(
         self, rule: UpdateRule, states: dict[int, dict[str, Any]], what: str, *, step_in_backward: bool
     ) -> None:
-        """Make one of this, whose class was another one (``in_place.py``), with the states of params by number.
-
-        Raises:
-            ValueError, TypeError, GeminiError: as for a new one. Attributes were set, and params taken over.
+        """Make one of this, whose class was another one (``in_place.py``), with the states of params by number. Raises
+        ValueError or TypeError or GeminiError as for a new one. Attributes were set, and params taken over.
         """
         self.rule = rule
         self._update(step_in_backward, None)

@@ -70,10 +70,8 @@ class DeferredFiniteChecks:
         self._num_flags = 0
 
     def stop_for(self, update: ChunkUpdate) -> torch.Tensor | None:
-        """The flag that stops an update if a gradient that autograd left is not finite; None if none has to.
-
-        Raises:
-            NonFiniteGradient: for an update on the host, which looks at once; nothing of this chunk was touched.
+        """The flag that stops an update if a gradient that autograd left is not finite; None if none has to. Raises
+        NonFiniteGradient for an update on the host, which looks at once; nothing of this chunk was touched.
         """
         grads = [grad for _, grad in update.grads()]
         stops = update.path is Path.ON_DEVICE and update.rule.has_kernel
@@ -126,10 +124,8 @@ class DeferredFiniteChecks:
         return flag
 
     def look(self) -> None:
-        """See what became of the updates on the device: a wait, once for all of them.
-
-        Raises:
-            NonFiniteGradient: naming the first param; what was updated and what was not it says.
+        """See what became of the updates on the device: a wait, once for all of them. Raises NonFiniteGradient, naming
+        the first param; what was updated and what was not it says.
         """
         # Taken out first: what is raised below is told once.
         updates, self._updates = self._updates, []

@@ -68,10 +68,7 @@ class GradientSink:
 
     def begin_adding(self) -> None:
         """Make room to add: the first gradient of a further backward has arrived, while those of an earlier one wait.
-
-        Raises:
-            GeminiError: if these are kept nowhere.
-            BudgetExceeded: if there is no room to accumulate.
+        Raises GeminiError if these are kept nowhere; BudgetExceeded if there is no room to accumulate.
         """
         if self.transient:
             raise GeminiError(
@@ -81,10 +78,8 @@ class GradientSink:
         self.gradients.homes.promote(self.store.chunks)
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Take the gradient of a param, which has arrived.
-
-        Raises:
-            GeminiError: if another part of it was used in this backward already: it would be another step.
+        """Take the gradient of a param, which has arrived. Raises GeminiError if another part of it was used in this
+        backward already: it would be another step.
         """
         if self.transient:
             self.use(handle, grad)
@@ -135,9 +130,7 @@ class GradientSink:
 
     def use(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk, or measure it.
-
-        Raises:
-            GeminiError: if no optimizer owns the param, or it got a gradient in this backward already.
+        Raises GeminiError if no optimizer owns the param, or it got a gradient in this backward already.
         """
         # By the number of the backward: nothing need be reset when the next one begins.
         if handle.in_backward == self.state.backward_number:
@@ -163,10 +156,8 @@ class GradientSink:
 
     def use_landed(self, chunk: Chunk) -> None:
         """Update the params of a chunk whose gradients are in the grad plane, and whose optimizer steps in backward.
-
-        Raises:
-            NonFiniteGradient: for inf or NaN; nothing of the chunk was touched. Where the sums of its gradients are
-                not on the host yet, whoever updates looks, and the step tells of it.
+        Raises NonFiniteGradient for inf or NaN; nothing of the chunk was touched. Where the sums of its gradients are
+        not on the host yet, whoever updates looks, and the step tells of it.
         """
         if not stepping_in_backward or self.transient or self.state.accumulating:
             return

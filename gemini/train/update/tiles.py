@@ -390,10 +390,7 @@ def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, star
 
 def check_finite(update: ChunkUpdate) -> None:
     """Refuse gradients with inf or NaN that nobody has looked at yet: a wait for the device if they are there. Those
-    that land have landed.
-
-    Raises:
-        NonFiniteGradient: naming the param; nothing of this chunk was touched.
+    that land have landed. Raises NonFiniteGradient, naming the param; nothing of this chunk was touched.
     """
     unseen = [param for param in update.params if param.is_unseen]
     for part in (part for param in unseen for part in param.sums or []):

@@ -454,10 +454,8 @@ class Updates:
         job.chunk.update = None
 
     def _undo(self, job: UpdateJob) -> None:
-        """Undo a guess that was dropped, and is over; nothing is done for any other update.
-
-        Raises:
-            StorageError: if the spill file cannot take back what it had.
+        """Undo a guess that was dropped, and is over; nothing is done for any other update. Raises StorageError if the
+        spill file cannot take back what it had.
         """
         if job.guess.is_dropped:
             try:
