@@ -83,7 +83,7 @@ class Hyper(NamedTuple):
     """Which numbers make sense (where nothing is said what is not negative, of several "in [0, 1)"), or the words."""
 
     def check(self, value: Any, what: str) -> None:
-        """Refuse a value that makes no sense; ``what`` names it. Raises ValueError or TypeError, saying what is wanted."""
+        """Refuse a value that makes no sense; ``what`` names it. Raises ValueError or TypeError, saying why."""
         if isinstance(self.default, bool):
             if not isinstance(value, bool):
                 raise TypeError(f"{what} must be True or False, got {value!r}")

@@ -248,7 +248,7 @@ def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
 
 
 def _defaults(kind: type[Optimizer], hypers: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, as the class makes one. Raises Refusal if it cannot be made of params and these."""
+    """The hyperparameters of a group, as the class makes one. Raises Refusal if that cannot be made of these."""
     try:
         group = kind([nn.Parameter(torch.zeros(SHAPE, device="cpu"))], **hypers).param_groups[0]
     except Exception as e:
