@@ -96,15 +96,13 @@ class CountsRows:
         lengths = lengths_of(whole)
         cut = 0 if packs and args.packing_strategy != "bfd" else sum(length > most for length in lengths)
         left_out = 0 if packs else len(whole) - len(kept)
-        parts = {
-            f"{'rows' if rest[-1] == 'train' else 'rows to evaluate on'}: {len(lengths):,}": True,
-            f"packed into {counted(len(kept), 'sequence')} of --max_length {most}": packs,
-            f"{cut:,} longer than --max_length {most}": cut or not packs,
-            f"{left_out:,} left out": left_out,
-            f"longest {max(lengths, default=0):,}, median {int(median(lengths or [0])):,} tokens": True,
-        }
+        parts = [f"{'rows' if rest[-1] == 'train' else 'rows to evaluate on'}: {len(lengths):,}"]
+        parts += [f"packed into {counted(len(kept), 'sequence')} of --max_length {most}"] if packs else []
+        parts += [f"{cut:,} longer than --max_length {most}"] if cut or not packs else []
+        parts += [f"{left_out:,} left out"] if left_out else []
+        parts += [f"longest {max(lengths, default=0):,}, median {int(median(lengths or [0])):,} tokens"]
         hint = " (a larger --max_length cuts fewer, and takes more memory)" if cut or left_out else ""
-        line = "; ".join(words for words, holds in parts.items() if holds) + hint
+        line = "; ".join(parts) + hint
         self.told = (*self.told, line)
         if not len(kept):
             raise JobError(f"--max_length {most} leaves nothing of any row to learn: give a larger one. {line}")

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.status import Status
 
-from gemini.errors import BudgetExceeded, GeminiError, MissingFigure, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, MissingFigure
 from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.plan_report import Report, describe, named, screen
-from gemini.jobs.planner import RUNNERS_UP, Choice, Way, choose, chosen
+from gemini.jobs.planner import RUNNERS_UP, Found, Way, as_options, choose, chosen
 from gemini.jobs.screen import answer, progress
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of
@@ -66,9 +66,9 @@ def plan(settings: PlanSettings, console: Console) -> int:
 
 def _plan_whole(way: Way, status: Status) -> Answer:
     """Of a model that ranks share as params alone."""
-    choice: Choice | None = None
+    found: list[Found] = []
     if way.settings.fastest:
-        way, choice = choose(way, status)
+        way, found, candidates = choose(way, status)
     trace, settings = way.trace(), way.settings
     status.update("choosing homes and moves ...")
     try:
@@ -86,8 +86,8 @@ def _plan_whole(way: Way, status: Status) -> Answer:
         if timeline is not None:
             free = played_break_even(made, way.play, timeline, serial=settings.schedule == "serial")
             answer.report["step"]["break_even"] = free
-        if choice is not None:
-            answer.report["fastest"] = chosen(choice, answer.report)
+        if found:
+            answer.report["fastest"] = chosen(found, candidates, answer.report)
     if answer.report["tile_tokens"] != trace.tile_tokens:
         answer.report["activations"]["whole_peak_bytes"] = trace.peak_bytes
     if settings.alternatives:
@@ -104,31 +104,25 @@ def _others(way: Way, *, fits: bool) -> Iterator[tuple[str, dict[str, Any], str]
     """Options that were not taken, their values, and what they do to what is computed; those first that change
     nothing or little of it. Some are of use only where the step does not fit.
     """
-    settings, on_gpu, precision = way.settings, way.machine.compute is Tier.GPU, way.trace().precision
-    sequences, is_traced_here = settings.batch_size or 1, settings.trace is None
-    if on_gpu and is_traced_here and not settings.gradient_checkpointing:
-        yield "--gradient-checkpointing", {"gradient_checkpointing": True}, "same bits"
-    if not fits and on_gpu:
-        if is_traced_here and sequences > 1:
-            number = sequences * settings.accumulate
-            micro = {"batch_size": 1, "accumulate": number}
-            yield f"--batch-size 1 --accumulate {number}", micro, "the same step in small micro-batches"
-        if settings.offload_activations == "no" and way.trace().checkpoint_bytes:
-            less = f"{human_bytes(way.trace().checkpoint_bytes)} less on the GPU"
-            yield "--offload-activations cpu", {"offload_activations": "cpu"}, less
-    if settings.gradients is None and settings.accumulate == 1 and precision != "fp16":
-        yield "--gradients transient", {"gradients": "transient"}, "no clipping"
-    if not fits and on_gpu and is_traced_here and settings.tile_tokens is None and settings.lora is None:
-        yield "--tile-tokens auto", {"tile_tokens": "auto"}, "rounding"
-    if settings.states == "exact" and precision == "bf16" and settings.has_compact_form:
-        yield "--states compact", {"states": "compact"}, "8-bit moments"
-    if is_traced_here and settings.lora is None:
-        yield f"--lora {LORA_RANK}", {"lora": LORA_RANK}, "adapters only"
-    if is_traced_here and not settings.load_in_4bit:
-        lora = settings.lora or LORA_RANK
-        option = "--load-in-4bit" if settings.lora else f"--lora {lora} --load-in-4bit"
-        yield option, {"lora": lora, "load_in_4bit": True}, "4-bit base"
-    yield f"--gpus {2 * settings.gpus}", {"gpus": 2 * settings.gpus}, "rounding"
+    settings, on_gpu, trace = way.settings, way.machine.compute is Tier.GPU, way.trace()
+    here, no_lora, sequences = settings.trace is None, settings.lora is None, settings.batch_size or 1
+    small = {"batch_size": 1, "accumulate": sequences * settings.accumulate}
+    too_large, lora = on_gpu and not fits, {"lora": LORA_RANK} if no_lora else {}
+    waits = settings.offload_activations == "no" and trace.checkpoint_bytes > 0
+    one_backward = settings.gradients is None and settings.accumulate == 1 and trace.precision != "fp16"
+    exact = settings.states == "exact" and trace.precision == "bf16" and settings.has_compact_form
+    options: tuple[tuple[bool, dict[str, Any], str], ...] = (
+        (on_gpu and here and not settings.gradient_checkpointing, {"gradient_checkpointing": True}, "same bits"),
+        (too_large and here and sequences > 1, small, "the same step in small micro-batches"),
+        (too_large and waits, {"offload_activations": "cpu"}, "same bits"),
+        (one_backward, {"gradients": "transient"}, "no clipping"),
+        (too_large and here and no_lora and settings.tile_tokens is None, {"tile_tokens": "auto"}, "rounding"),
+        (exact, {"states": "compact"}, "8-bit moments"),
+        (here and no_lora, lora, "adapters only"),
+        (here and not settings.load_in_4bit, {**lora, "load_in_4bit": True}, "4-bit base"),
+        (True, {"gpus": 2 * settings.gpus}, "rounding"),
+    )
+    return ((as_options(changes), changes, result) for is_open, changes, result in options if is_open)
 
 
 def _changes(way: Way) -> Iterator[str]:
@@ -166,14 +160,6 @@ MOST_PLAYED = 8
 """Meshes that it plays at most: those whose steps take least by their computing and bubble alone."""
 
 
-class MeshCandidate(NamedTuple):
-    """A mesh, the micro-batches of a step on it, and no more seconds than a step can take."""
-
-    sizes: MeshSizes
-    micro_batches: int
-    least: float
-
-
 def _plan_over_mesh(way: Way, status: Status) -> Answer:
     """The step over the mesh that was asked for, or over the best one: of those on which it fits, the one whose step is
     the shortest. They are played in the order of what their steps take at least, until no other one can be among the
@@ -184,7 +170,7 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
         raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
     status.update("playing steps over meshes ...")
     over, is_auto = _OverMesh(way, hardware), bool(settings.parallel)
-    candidates = sorted(over.candidates(), key=lambda candidate: candidate.least) if is_auto else [over.asked()]
+    candidates = sorted(over.candidates(), key=lambda candidate: candidate[2]) if is_auto else [over.asked()]
     if not candidates:
         raise JobError(f"--parallel auto: no mesh of {settings.gpus} GPUs goes with this model.")
     found: list[MeshOutcome] = []
@@ -271,8 +257,8 @@ class _OverMesh:
         asked = " ".join(f"--{name} {size}" for name, size in settings.dims.items())
         self.words = "--parallel auto" if settings.parallel else asked
 
-    def asked(self) -> MeshCandidate:
-        """The mesh that was asked for; a JobError if it does not go with the model."""
+    def asked(self) -> tuple[MeshSizes, int, float]:
+        """The mesh that was asked for, as ``candidates`` has them; a JobError if it does not go with the model."""
         settings = self._settings
         own = settings.pp * settings.cp * settings.tp
         if settings.gpus % own:
@@ -295,11 +281,11 @@ class _OverMesh:
                 f"--tp {sizes.tp} with --optimizer {settings.optimizer}, which looks at whole params, and slices leave "
                 "a part of each on a rank."
             )
-        return MeshCandidate(sizes, settings.accumulate, 0.0)
+        return sizes, settings.accumulate, 0.0
 
-    def candidates(self) -> Iterator[MeshCandidate]:
-        """Every mesh of the powers of two (and what is left) that the model goes with; a step has the sequences that
-        all GPUs would take without slices, parts and stages.
+    def candidates(self) -> Iterator[tuple[MeshSizes, int, float]]:
+        """Every mesh of the powers of two (and what is left) that the model goes with; the micro-batches of a step on
+        it, of as many sequences as all GPUs would take without slices, parts and stages; and what it takes at least.
         """
         gpus, sharing = self._settings.gpus, self._way.machine.sharing
         for tp in _powers(1 if self._whole_rule else min(gpus, sharing)):
@@ -315,7 +301,7 @@ class _OverMesh:
                     sizes = MeshSizes(pp, gpus // (tp * cp * pp), cp, tp)
                     micro_batches = self._settings.accumulate * pp * cp * tp
                     least = least_seconds(trace, self._hardware, sizes, micro_batches, per_machine=sharing)
-                    yield MeshCandidate(sizes, micro_batches, least)
+                    yield sizes, micro_batches, least
 
     def play(self, sizes: MeshSizes, micro_batches: int, *, ends: bool = False) -> MeshOutcome:
         """``ends``: of stages, only the first and the last."""

@@ -265,16 +265,9 @@ class Found(NamedTuple):
     seconds: float
 
 
-class Choice(NamedTuple):
-    """What was found, the quickest first, and of how many ways that fit."""
-
-    found: tuple[Found, ...]
-    candidates: int
-
-
-def choose(way: Way, status: Status) -> tuple[Way, Choice]:
-    """The quickest way to make the step that was asked for, and those beside it that were played; if none fits, the one
-    that needs least.
+def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
+    """The quickest way to make the step that was asked for; what was played, the quickest first, and of how many that
+    fit. If none fits, the way that needs least.
     """
     sequences = _sequences(way)
     way = Way(way.settings, Traces(of_two=True))
@@ -292,7 +285,7 @@ def choose(way: Way, status: Status) -> tuple[Way, Choice]:
         found.append(Found(other, plan, seconds))
         found.sort(key=lambda each: each.seconds)
     best = found[0].way if found else way.changed(batch_size=1, accumulate=sequences)
-    return best, Choice(tuple(found), len(candidates))
+    return best, found, len(candidates)
 
 
 def _sequences(way: Way) -> int:
@@ -347,14 +340,14 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
             too_large = True
 
 
-def chosen(choice: Choice, report: dict[str, Any]) -> dict[str, Any]:
+def chosen(found: list[Found], candidates: int, report: dict[str, Any]) -> dict[str, Any]:
     """What a report says of it."""
-    best, *others = choice.found
+    best, *others = found
     tokens, step = report["tokens"], report["step"]
     return {
         "options": options_of(best.way),
-        "candidates": choice.candidates,
-        "played": len(choice.found),
+        "candidates": candidates,
+        "played": len(found),
         "hours_per_million": 1e6 / step["tokens_per_second"] / 3600 if step else None,
         "runners_up": [
             {
@@ -374,7 +367,7 @@ def chosen(choice: Choice, report: dict[str, Any]) -> dict[str, Any]:
 def options_of(way: Way) -> str:
     """What was chosen, as options of ``gemini plan``."""
     names = ("batch_size", "accumulate", "gradient_checkpointing", "offload_activations", "tile_tokens")
-    return _joined([], {spelled(name): getattr(way.settings, name) for name in names})
+    return as_options({name: getattr(way.settings, name) for name in names})
 
 
 def sft_command(way: Way, plan: Plan) -> str:
@@ -394,11 +387,13 @@ def sft_command(way: Way, plan: Plan) -> str:
         "load_in_4bit": settings.load_in_4bit,
         "use_cpu": settings.compute == "cpu",
     }
-    start = ["torchrun", "--nproc-per-node", str(ranks), "-m", "gemini"] if ranks > 1 else ["gemini"]
-    return _joined([*start, "sft"], {f"--{name}": value for name, value in said.items()})
+    start = f"torchrun --nproc-per-node {ranks} -m gemini" if ranks > 1 else "gemini"
+    return f"{start} sft {as_options(said)}"
 
 
-def _joined(words: list[str], said: dict[str, Any]) -> str:
+def as_options(said: dict[str, Any]) -> str:
+    """Fields as the command line spells them; those that are None or False are left out."""
+    words: list[str] = []
     for name, value in said.items():
-        words += [name] if value is True else [] if value in (None, False) else [name, str(value)]
+        words += [spelled(name)] if value is True else [] if value in (None, False) else [spelled(name), str(value)]
     return shlex.join(words)

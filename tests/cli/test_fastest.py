@@ -99,8 +99,8 @@ def every_way(settings: PlanSettings) -> Iterator[tuple[Way, float]]:
 
 def chosen_seconds(settings: PlanSettings) -> float | None:
     with Console(stderr=True, quiet=True).status("") as status:
-        way, choice = choose(Way(settings), status)
-    return way.play(way.plan()).step_seconds if choice.found else None
+        way, found, _ = choose(Way(settings), status)
+    return way.play(way.plan()).step_seconds if found else None
 
 
 def check(case: Case) -> str:
@@ -215,7 +215,7 @@ def test_the_answer_says_what_else_there_is_and_what_runs_it(gemini_command: Com
     assert all(f"`{name}`" in page for name in ("fastest", *best))
     screen = gemini_command.ok("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB").stdout
     assert f"chosen {best['options']}" in " ".join(screen.split()) and "hours for a million tokens" in screen
-    assert "run it with      gemini sft --model_name_or_path" in screen
+    assert "run it with      gemini sft --model-name-or-path" in screen
 
 
 @pytest.mark.parametrize(
