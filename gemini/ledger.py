@@ -184,9 +184,7 @@ class Ledger:
         return True
 
     def reclaim(self, want: Want) -> bool:
-        """Have one give something back; False if nobody has anything. Called without the lock of the books: whoever is
-        asked waits for threads that release bytes under it.
-        """
+        """Have one give something back; False if nobody has anything. Without the lock: givers wait for threads."""
         if on_worker():
             return False
         # From the first turn again at each call: what was given may have made something cheaper possible.
@@ -316,9 +314,7 @@ class Ledger:
                 raise self.refusal(want)
 
     def reserve_if_room(self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn]) -> bool:
-        """Take bytes for what can be done without: False if they do not fit, also when those that may be asked have
-        given.
-        """
+        """Take bytes for what can be done without; False if they do not fit."""
         if tier not in self._accounts:
             return False
         return self.take(tier, num_bytes, holder) or self.obtain(

@@ -180,9 +180,7 @@ class SpillFile:
         return offset
 
     def give_back(self, offset: int, num_bytes: int) -> None:
-        """Let a slot of the same size be allocated there again. The file keeps its size. No transfer there may be under
-        way: the next owner writes at once.
-        """
+        """Let a slot of the same size be allocated there again. No transfer there may be under way."""
         self._given_back.setdefault(in_pages(num_bytes), []).append(offset)
 
     def _open_file(self) -> tuple[int, bool]:
@@ -209,9 +207,7 @@ class SpillFile:
         return self._begin("read", self.queue.submit_read, extents, urgent)
 
     def begin_write(self, extents: Iterable[Extent]) -> Event:
-        """Start to write memory to the file, all extents in one transfer; if one is refused, none is under way. Each is
-        asked for when the one before it has been begun.
-        """
+        """Start to write memory, all extents in one transfer, each asked for when the one before it has been begun."""
         return self._begin("write", self.queue.submit_write, extents, False)
 
     def read(self, into: torch.Tensor, offset: int) -> None:
@@ -223,11 +219,7 @@ class SpillFile:
         self.begin_write([Extent(source, offset)]).wait()
 
     def map(self, num_bytes: int, offset: int) -> torch.Tensor:
-        """Bytes of the file as a read-only-by-convention uint8 tensor whose memory the system can take back at will.
-
-        Raises:
-            StorageError: if the system refuses.
-        """
+        """Bytes of the file as a uint8 tensor to be read, whose memory the system can take back at will."""
         pages = Pages(in_pages(num_bytes))
         for drive, at, start, size in self._parts(offset, num_bytes):
             try:
@@ -361,11 +353,7 @@ class StripedFile(SpillFile):
 
 
 def spill_file(directories: Sequence[Path], num_bytes: int, tier: Tier = DRIVE) -> SpillFile:
-    """A nameless file in a directory, or striped over several.
-
-    Raises:
-        StorageError: as :class:`SpillFile`.
-    """
+    """A nameless file in a directory, or striped over several; as :class:`SpillFile`."""
     if len(directories) == 1:
         return SpillFile(directories[0], num_bytes, tier)
     return StripedFile([SpillFile(directory, 0, tier) for directory in directories], num_bytes, tier)

@@ -41,9 +41,7 @@ class ChunkStore:
         return not all(chunk.resident for chunk in self.chunks)
 
     def check_planes(self, kinds: tuple[PlaneKind, ...]) -> None:
-        """Check, for tests, that what the ledger says of planes in the device's own memory is what its allocator was
-        asked for.
-        """
+        """Check, for tests, that the ledger has of planes on the device what its allocator was asked for."""
         tier = self.device.tier
         planes = [p for c in self.chunks for p in c.planes.values() if isinstance(p, MemoryPlane) and p.tier is tier]
         behind = self.device.bytes_behind(plane.tensor for plane in planes)

@@ -40,9 +40,7 @@ def memory_limit(process: Path = Path("/proc/self/cgroup"), groups: Path = _GROU
 
 
 def _limit_files(process: Path, groups: Path) -> Iterator[Path]:
-    """The files of limits of the process's own group and of all above it. In a container its group may be mounted as
-    the root itself.
-    """
+    """The files of limits of the process's own group and of all above it; a container's may be mounted as the root."""
     try:
         lines = process.read_text().splitlines()
     except OSError:

@@ -32,10 +32,7 @@ graph_task = torch._C._current_graph_task_id  # which backward this thread is in
 
 
 def trains_here(trainer: int) -> bool:
-    """Whether this thread is the training thread, ``trainer``, or runs its backward for it.
-
-    autograd runs the backward of a GPU on a thread of its own, for which ``backward()`` waits.
-    """
+    """Whether this thread is the training thread, or that of autograd for which its ``backward()`` waits."""
     return threading.get_ident() == trainer or graph_task() != -1
 
 
@@ -155,9 +152,7 @@ class Recorder:
     # ---- activities ---------------------------------------------------------------------------------------------
 
     def computing(self, name: str | None) -> None:
-        """From here on the time of the training thread that nothing else takes is computing of that name; None: it is
-        nobody's.
-        """
+        """From here on the training thread computes what has that name (None: nothing), unless told otherwise."""
         # Outside of the lock: it waits for the device, and workers tell of their activities meanwhile.
         self._finish_device()
         with self._lock:
@@ -217,9 +212,7 @@ class Recorder:
         return self._step is not None
 
     def begin_step(self, held: Held) -> None:
-        """A step begins now, on the training thread; the one before ends. ``held`` is what is held, as far as
-        :meth:`held` was not told since.
-        """
+        """A step begins now, on the training thread; ``held`` is held, as far as :meth:`held` was not told since."""
         self._finish_device()
         with self._lock:
             self._trainer = threading.get_ident()

@@ -37,11 +37,7 @@ class PendingUpdate(Event):
     """
 
     def settle(self) -> None:
-        """Wait for it, and take note that it is over.
-
-        Raises:
-            StorageError and whatever else broke it off.
-        """
+        """Wait for it, and take note that it is over; what broke it off is raised."""
         raise NotImplementedError
 
 

@@ -444,9 +444,7 @@ def check_room(device: torch.device, budget: int, reserved: int, freed: int) -> 
 
 
 def limit(owner: object, device: torch.device, budget: int | None) -> None:
-    """Let the allocator reserve no more on a device than the budgets of its owners, and what the program had before the
-    first of them, until they end. One without a budget needs no limit.
-    """
+    """Let the allocator reserve no more than its owners' budgets, and what there was before them, until they end."""
     assert device.index is not None
     # Cached segments count as reserved: left there, they would be in the way of the limit.
     torch.cuda.empty_cache()

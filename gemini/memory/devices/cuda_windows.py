@@ -230,9 +230,7 @@ class WindowMemory:
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def has_place(self, num_bytes: int) -> bool:
-        """Whether a block of so many bytes can be cut out of a segment, or there may be a further segment for it. Small
-        ones come out of segments of their own.
-        """
+        """Whether a block of so many bytes can be cut out of a segment, or there may be a further segment for it."""
         if self._pool is None or num_bytes <= SMALL:
             return True
         # In memory of the pool alone: the rest of the allocator's has nothing for windows.

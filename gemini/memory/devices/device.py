@@ -41,11 +41,7 @@ class Event:
         return self._done.is_set
 
     def wait(self) -> None:
-        """Block the calling thread until it is over.
-
-        Raises:
-            GeminiError: if it failed, or if nothing has moved in this process for minutes.
-        """
+        """Block the calling thread until it is over. GeminiError: it failed, or nothing has moved here for minutes."""
         if not self._done.is_set:
             await_latch(self._done, lambda: self.what)
         if self._error is not None:
@@ -129,9 +125,7 @@ class Device(ABC):
         """Zeroed memory on the device, as a uint8 tensor, for as long as the tensor lives."""
 
     def reserve_windows(self, num_bytes: int) -> None:  # noqa: B027 - pages of the host come one by one
-        """So many bytes of windows may have memory at once: get it in one piece, in place of what was got before. No
-        window has any.
-        """
+        """Get memory for so many bytes of windows, if it can be in one piece, in place of what was got before."""
 
     def has_place(self, num_bytes: int) -> bool:
         """Whether what is free of the windows' own memory has so many bytes in one piece, or need not have them."""
@@ -163,9 +157,7 @@ class Device(ABC):
         """
 
     def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
-        """Page-aligned host memory that this device copies to and from at full speed. ``zeroed``: it holds zeros, and
-        not what an earlier buffer left there.
-        """
+        """Page-aligned host memory that this device copies to and from at full speed; ``zeroed``: of zeros."""
         return host_bytes(num_bytes)
 
     def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:
@@ -320,11 +312,7 @@ def register_device(name: str, kind: type[Device]) -> None:
 
 
 def torch_device_of(device: Any) -> torch.device:
-    """The torch device of the tensors that a config's ``device=`` computes on.
-
-    Raises:
-        RuntimeError: torch's, for a name that is none.
-    """
+    """The torch device that a config's ``device=`` computes on; torch raises RuntimeError for a name that is none."""
     return torch.device(getattr(_registered.get(device, device), "torch_device", device))
 
 

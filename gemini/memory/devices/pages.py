@@ -103,9 +103,7 @@ class Pages:
             ctypes.memset(address, 0, size)  # Linux before 5.14; ctypes lets other threads run
 
     def come_from(self, nodes: Collection[int]) -> bool:
-        """Let pages that are not there yet come from these NUMA nodes in turn, or from one while it has any; whether
-        the system does that.
-        """
+        """Let pages come from these NUMA nodes in turn, or from one while it has any; whether the system does that."""
         words = [0] * (max(nodes) // 64 + 1)
         for node in nodes:
             words[node // 64] |= 1 << node % 64
@@ -175,9 +173,7 @@ def can_move_pages() -> bool:
 
 
 def host_bytes(num_bytes: int, nodes: Collection[int] = ()) -> torch.Tensor:
-    """Zeroed page-aligned host memory as a uint8 tensor; physical pages come with the first touch, from the NUMA
-    ``nodes`` in turn if there are several.
-    """
+    """Zeroed page-aligned host memory as a uint8 tensor; pages come with the first touch, from ``nodes`` in turn."""
     if mmap.PAGESIZE == PAGE:
         pages = Pages(num_bytes)
         if len(nodes) > 1:

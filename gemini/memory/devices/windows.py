@@ -36,10 +36,7 @@ class Window(ABC):
 
     @abstractmethod
     def depopulate(self) -> bool:
-        """Take the memory away; reading ``bytes`` afterwards is an error of the engine.
-
-        True if it waits in the device's frame pool, False if it went back to the system.
-        """
+        """Take the memory away: True if it waits in the device's frame pool, False if it went back to the system."""
 
     @abstractmethod
     def discard(self) -> None:

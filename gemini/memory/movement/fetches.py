@@ -97,11 +97,7 @@ class Fetches:
             chunk.arriving = self._transfers.begin(Lane.FETCH, fetch, moment, key=chunk.spec.index, of=chunk)
 
     def begin_now(self, chunk: Chunk) -> None:
-        """Fill the populated window of a chunk, and let computing wait for it.
-
-        Raises:
-            StorageError, GeminiError: if it failed; nothing is under way any more.
-        """
+        """Fill the populated window of a chunk, and let computing wait for it. An error is raised when it is over."""
         chunk.fetched = self.source.gather(chunk)
         if chunk.fetched is DONE:
             return
@@ -165,9 +161,7 @@ class Fetches:
             arriving.of.fetched.wait_until_over()
 
     def start_over(self, chunk: Chunk) -> None:
-        """Make sure that nothing of this chunk is under way, whatever the books say, after an interrupt between two
-        lines of them.
-        """
+        """Make sure that nothing of this chunk is under way, whatever the books say: an interrupt cut them in two."""
         if chunk.arriving is not None:
             self._transfers.take_back(chunk.arriving, *self._what(chunk))
         chunk.fetched.wait_until_over()

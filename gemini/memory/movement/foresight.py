@@ -180,11 +180,7 @@ class Foresight:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """All forwards and backwards inside are one step.
-
-        Raises:
-            GeminiError: inside of a scope.
-        """
+        """All forwards and backwards inside are one step; refused inside of itself."""
         if self._course is self._scoped:
             raise GeminiError("step_scope() inside step_scope(): use one for all micro-batches of a step")
         self.interrupt()

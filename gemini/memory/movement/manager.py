@@ -156,16 +156,12 @@ class Manager:
     # ---- updates that read windows ------------------------------------------------------------------------------
 
     def is_current(self, chunk: Chunk) -> bool:
-        """Whether an update may read the weights in the window, and spare the drive: it holds what the home does, and
-        nobody else looks into it.
-        """
+        """Whether an update may read the weights in the window: it holds what the home does, for nobody else."""
         there = chunk.use in (Use.HOLD, Use.COMPUTE, Use.GRAD_READY)
         return chunk.window is not None and there and not (chunk.stale or chunk.is_lent)
 
     def begin_update(self, chunk: Chunk) -> None:
-        """Let an update of a chunk that :meth:`is_current` read the weights in its window. Nobody reads them after
-        those who do now, and the window stays until the update is over, or until :meth:`end_update`.
-        """
+        """Let an update read the window, which nobody reads after those who do now, until :meth:`end_update`."""
         self._updating[chunk.spec.index] = chunk
         if chunk.use is Use.COMPUTE:
             chunk.stale = True

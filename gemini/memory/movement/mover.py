@@ -113,11 +113,7 @@ class Mover:
         (self._of_thread.working or self.watch).moved.add(source, target, num_bytes)
 
     def begin_load(self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int) -> None:
-        """Start to fill host tensors from the same range of these planes, for ``name``; a file is asked once.
-
-        Args:
-            events: gets the end of each transfer as it begins: the next one may be refused.
-        """
+        """Start to fill host tensors from the same range of these planes; ``events`` gets each end as it begins."""
         for own in _by_home(parts):
             tier, begin = own[0][0].tier, partial(begin_load, own, start, stop)
             events.append(self.under_way(tier, Tier.CPU, _num_bytes(own), begin, name, chunk))
@@ -131,9 +127,7 @@ class Mover:
     def under_way(
         self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
     ) -> Event:
-        """Begin with ``begin`` and count the bytes; who records is told of the end when it is noticed. Returns that
-        end.
-        """
+        """Begin with ``begin`` and count the bytes: the end of it, of which who records is told when it is noticed."""
         self.count(source, target, num_bytes)
         recorder, track = self.watch.recorder, TRACKS.get(Boundary(source, target))
         if recorder is None or track is None:
@@ -159,9 +153,7 @@ class Mover:
                 begin_store(own, start, stop).wait()
 
     def host_tile(self, number: int, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:
-        """The range as a host tensor, and whether it is staged (then it must be stored after it was changed): in
-        scratch area ``number``.
-        """
+        """The range as a host tensor, and whether it is scratch area ``number``, to be stored after a change."""
         view = plane.host_view(start, stop)
         if view is not None:
             return view, False
@@ -169,9 +161,7 @@ class Mover:
         return self.load(plane, start, stop, staged), True
 
     def gather(self, chunk: Chunk) -> Event:
-        """Start to fill a populated window with the weights from home, cast to the compute dtype if home is a wider
-        master; see :meth:`fetch`.
-        """
+        """Start to fill a populated window with the weights from home, cast to the compute dtype: see :meth:`fetch`."""
         return self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
 
     def needs_staging(self, chunk: Chunk) -> bool:

@@ -207,9 +207,7 @@ class Room:
         return num_bytes > 0
 
     def _collect_lent(self, want: Want) -> bool:
-        """Run the garbage collector, if anything is lent: it may be held by nothing but a cycle, or by a thread that
-        ends.
-        """
+        """Run the garbage collector, if anything is lent: only a cycle may hold it, or a thread that ends."""
         is_any = any(chunk.is_lent for chunk in self.chunks if chunk.window is not None)
         if is_any:
             gc.collect()
@@ -295,9 +293,7 @@ class Room:
         return max(0, want.missing() - self.pool)
 
     def missing_place(self, num_bytes: int, leave: int = 0) -> int:
-        """Bytes that have to go before so many are there, and ``leave``, of the windows' own memory; 1 if they are, and
-        not in one piece.
-        """
+        """Bytes that have to go of the windows' own memory; 1 if there are enough, and not in one piece."""
         missing = num_bytes + leave - self.pool
         return missing if missing > 0 else int(not self._device.has_place(num_bytes))
 

@@ -138,11 +138,7 @@ class Staging:
 
     @property
     def own(self) -> StagingSet:
-        """The training thread's set. Asked by the training thread alone: workers take no memory.
-
-        Raises:
-            BudgetExceeded: if it was not reserved, and there is no room.
-        """
+        """The training thread's set, reserved now if it was not. Asked by that thread alone: workers take no memory."""
         if not self.is_reserved:
             self.reserve()
         return self._own
@@ -169,9 +165,7 @@ class Staging:
         return next(iter(self.take_slots(1)), None)
 
     def take_slots(self, num_slots: int = SLOTS) -> list[StagingSet]:
-        """A set for a worker, cut into slots of smaller tiles (one, where a tile is a whole param); none if no set is
-        left.
-        """
+        """A set for a worker, cut into slots of smaller tiles (one, where a tile is a whole param), if one is left."""
         num_slots = 1 if self._rule.whole else num_slots
         if self._num_left == 0:
             return []

@@ -137,42 +137,28 @@ class Transfers:
         self.open: dict[Lane, dict[Any, Transfer]] = {lane: {} for lane in Lane}
         """What is in flight, by lane and key, in the order in which it was submitted."""
         self.about = mover.about
-        self._threads: dict[Lane, JobThread] = {}
-
-    def use(self, lane: Lane, thread: JobThread) -> None:
-        """Make this lane's transfers on a thread of another kind."""
-        self._threads[lane] = thread
+        self.threads: dict[Lane, JobThread] = {}
+        """Those that have begun, or are of another kind than :meth:`thread` makes."""
 
     def thread(self, lane: Lane) -> JobThread:
         """The lane's thread, which begins with its first job."""
-        thread = self._threads.get(lane)
+        thread = self.threads.get(lane)
         if thread is None:
             # A program that ends waits for its checkpoint, and for nothing else that moves.
-            thread = self._threads[lane] = (Errand if lane is Lane.CHECKPOINT else Worker)(lane.value)
+            thread = self.threads[lane] = (Errand if lane is Lane.CHECKPOINT else Worker)(lane.value)
         return thread
 
     def begin(
-        self,
-        lane: Lane,
-        run: Callable[[], None],
-        deadline: float = 0.0,
-        *,
-        key: Hashable = None,
-        of: Any = None,
-        held: Held | None = None,
+        self, lane: Lane, run: Callable[[], None], deadline: float = 0.0, *, held: Held | None = None, **known: Any
     ) -> Transfer:
         """Make a transfer that does ``run`` on its lane's thread, and :meth:`submit` it."""
-        transfer = Transfer(lane, deadline, key=key, of=of)
+        transfer = Transfer(lane, deadline, **known)
         transfer.run, transfer.held = run, held
         self.submit(transfer)
         return transfer
 
     def submit(self, *transfers: Transfer) -> None:
-        """Queue transfers of one lane, all or none. From here on they are in flight.
-
-        Raises:
-            GeminiError: if the model was closed; none is in flight.
-        """
+        """Queue transfers of one lane, all or none (of a model that was closed): from here on they are in flight."""
         lane = transfers[0].lane
         thread = self.thread(lane)
         with WHOLE:
@@ -190,9 +176,7 @@ class Transfers:
                 raise
 
     def add(self, transfer: Transfer) -> None:
-        """Note a transfer all of which was given to the device: it has ``copies``, and no job. Inside ``WHOLE``, with
-        the copying.
-        """
+        """Note a transfer that has ``copies`` and no job. Inside ``WHOLE``, with the copying."""
         # It has no job to wait for; what is left of it is `copies`.
         transfer.finish()
         self.open[transfer.lane][transfer.key] = transfer
@@ -217,9 +201,7 @@ class Transfers:
         self.wait(transfer, cause, name, index)
 
     def end(self, transfer: Transfer) -> None:
-        """Take it off the list: it is over and its memory may go, or it never began. Called by the training thread
-        alone.
-        """
+        """Take it off the list: it is over and its memory may go, or it never began. By the training thread alone."""
         if transfer.held is None or not transfer.held.num_bytes:
             self.open[transfer.lane].pop(transfer.key, None)
             transfer.give_back()
@@ -235,11 +217,7 @@ class Transfers:
         return AllOf([transfer if transfer.copies is DONE else transfer.copies for transfer in flights])
 
     def drain(self, lane: Lane, cause: str, name: str) -> None:
-        """Wait until nothing of a lane is in flight.
-
-        Raises:
-            whatever went wrong with the first one that did: the rest is waited for with the next call.
-        """
+        """Wait until nothing of a lane is in flight. The first error is raised; the rest waits for the next call."""
         for transfer in list(self.open[lane].values()):
             error = self.wait(transfer, cause, name)
             # Ended whatever became of it: an error that stayed in the list would be raised by every later drain.
@@ -255,8 +233,8 @@ class Transfers:
         a model may end where the garbage collector runs.
         """
         for lane in Lane:  # updates first: a fetch may wait for one
-            if lane in self._threads:
-                self._threads[lane].close()
+            if lane in self.threads:
+                self.threads[lane].close()
 
     def check_invariants(self) -> None:
         """Check what holds between any two calls: after a :meth:`drain` of the engine."""

@@ -68,11 +68,7 @@ class Job(Event):
             raise self._error
 
     def wait_until_over(self) -> None:
-        """:meth:`wait` without what the job raised, which then keeps none of the caller's frames.
-
-        Raises:
-            GeminiError: if its thread is gone, or nothing goes on.
-        """
+        """:meth:`wait` without what the job raised, which then keeps none of the caller's frames."""
         if not self._done.is_set:
             name = "a thread that never got it" if self.worker is None else self.worker.name
             await_latch(self._done, lambda: f"{self.what} of {name}", self._look)

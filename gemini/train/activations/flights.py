@@ -62,9 +62,7 @@ class Offloaded:
         """What kept it from being written."""
 
     def let_go(self) -> None:
-        """Leave a note that nobody will read it. May run in the middle of anything, under any lock, so nothing else is
-        done here.
-        """
+        """Leave a note that nobody will read it, and no more: it may run in the middle of anything, under any lock."""
         # Taken out first: a finalizer after this leaves no second note, which would give the place back twice.
         place, self.place = self.place, None
         if place is not None:
@@ -231,11 +229,7 @@ class Flights:
         return error
 
     def check(self) -> None:
-        """Raise what went wrong behind that nobody has waited for, once; then nothing is in flight.
-
-        Raises:
-            StorageError: and whatever else it was.
-        """
+        """Raise what went wrong behind that nobody has waited for, once; then nothing is in flight."""
         self.reap()
         if self._untold:
             error = self._untold[0]
@@ -452,9 +446,7 @@ class Flights:
         return sum(size * len(parked) for size, parked in self._parked.items())
 
     def headroom_bytes(self) -> int:
-        """Memory that windows should leave for transfers of activations: two tensors', or none if one found no room, or
-        has no use for theirs.
-        """
+        """Memory that windows should leave for transfers: two tensors', unless one found no room, or it is no use."""
         return 0 if self._is_starved or self._device.keeps_windows else 2 * self._largest
 
     def missing(self) -> int:

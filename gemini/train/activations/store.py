@@ -257,9 +257,7 @@ class ActivationStore:
         return offloaded
 
     def _checkpoints_compiled(self) -> bool:
-        """Whether what computes now is a compiled block of transformers that checkpoints: the recomputation is compiled
-        with it, and compiled code saves its inputs.
-        """
+        """Whether a compiled block of transformers that checkpoints computes now: compiled code saves its inputs."""
         call = self._calls.innermost
         block = None if call is None else call.module
         if block is None or not (block.training and getattr(block, "gradient_checkpointing", False)):

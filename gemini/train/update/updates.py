@@ -84,7 +84,7 @@ class Updates:
         if store.transfers.beside:
             on_device = store.mover.staging.on_device
             self._worker = UpdateWorker(store.mover, store.transfers.slots, weakref.ref(self), device_slots=on_device)
-            store.transfers.use(Lane.UPDATE, self._worker)
+            store.transfers.threads[Lane.UPDATE] = self._worker
             store.ledger.register(Turn.UPDATES, self._end_one, store.device.tier)
             store.ledger.register(Turn.GUESSES, self._undo_one, Tier.CPU)
 
