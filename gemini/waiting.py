@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,13 +40,7 @@ GIVE_UP_DEVICE_LOOKS = 3600
 over 800,000 tokens: 132 s on an RTX 4090, by arithmetic)."""
 
 
-class _WorkerMark(threading.local):
-    """A mark of the calling thread: whether it is a worker's."""
-
-    works = False
-
-
-_of_thread = _WorkerMark()
+_of_thread = threading.local()
 
 
 def begin_work() -> None:
@@ -59,7 +54,7 @@ def on_worker() -> bool:
     """Say whether the calling thread is a worker's. Workers are what others wait for, so a worker asks nobody for
     memory: whoever is asked may wait for that very worker.
     """
-    return _of_thread.works
+    return getattr(_of_thread, "works", False)
 
 
 def is_running(thread: threading.Thread) -> bool:
@@ -200,11 +195,9 @@ def _threads() -> str:
     frames, found = sys._current_frames(), []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
-        if frame is None or not thread.name.startswith("gemini-"):
-            continue
-        inner, ours = frame, frame
-        while ours.f_back is not None and not ours.f_globals.get("__name__", "").startswith("gemini."):
-            ours = ours.f_back
-        where = f"{ours.f_globals.get('__name__')}.{ours.f_code.co_name}, line {ours.f_lineno}"
-        found.append(f"{thread.name} is in {where}" + ("" if inner is ours else f" ({inner.f_code.co_name})"))
+        if frame is not None and thread.name.startswith("gemini-"):
+            stack = [inner for inner, _ in traceback.walk_stack(frame)]
+            ours = next((f for f in stack if f.f_globals.get("__name__", "").startswith("gemini.")), frame)
+            where = f"{ours.f_globals.get('__name__')}.{ours.f_code.co_name}, line {ours.f_lineno}"
+            found.append(f"{thread.name} is in {where}")
     return "; ".join(found) or "no worker thread is alive"

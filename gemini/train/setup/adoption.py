@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -20,16 +19,6 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure, poison
 from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings, make_factors, owners
 from gemini.train.params.owner import grad_hook
-
-
-class _Taken(NamedTuple):
-    """A param that was taken, and what giving it back takes: its dtype, and its values where its home has not all their
-    bits.
-    """
-
-    handle: ParamHandle
-    dtype: torch.dtype
-    original: torch.Tensor | None
 
 
 class Adoption:
@@ -51,7 +40,7 @@ class Adoption:
     ):
         self._params, self._chunks, self._by_names = params, store.chunks, by_names
         self._exposure, self._saved_weights, self._is_divided = exposure, saved_weights, is_divided
-        self._taken = list[_Taken]()
+        self._taken = dict[ParamHandle, tuple[torch.dtype, torch.Tensor | None]]()
         self._is_whole = False
         self.becomes_whole = False
         """Whether params that are slices become whole again at the end, as experts do."""
@@ -65,7 +54,11 @@ class Adoption:
         try:
             for index, handles in self._params.by_chunk.items():
                 for group in self._by_names.neighbours(handles):
-                    self._take(group, filled=filled)
+                    originals = [handle.param.data for handle in group]
+                    if not filled:
+                        self._by_names.write_first(group, originals)
+                    for handle, original in zip(group, originals, strict=True):
+                        self._become_view(handle, original, filled=filled)
                 # A chunk at a time: its params are freed before those of the next one are written.
                 if self._chunks[index].gathered:
                     self._exposure.hide(self._chunks[index])
@@ -104,11 +97,10 @@ class Adoption:
                     handle.view = torch.empty(0, device="cpu")
                 self._chunks[index].clear_planes()  # nobody reads its home any more
         elif not self._is_divided:
-            for handle, dtype, original in self._taken:
-                value = original
-                if value is None:
-                    value = handle.as_it_was(self._by_names.read(handle, torch.float32).to(dtype))
-                _make_ordinary(handle, value)
+            for handle, (dtype, original) in self._taken.items():
+                if original is None:
+                    original = handle.as_it_was(self._by_names.read(handle, torch.float32).to(dtype))
+                _make_ordinary(handle, original)
         else:
             return
         self._params.handles.clear()  # in place, for others hold the same list
@@ -118,20 +110,9 @@ class Adoption:
         self._taken.clear()
         self._is_whole = True
 
-    def _take(self, group: list[ParamHandle], *, filled: bool) -> None:
-        """Move the values of neighbours home, and make the params views of their chunk."""
-        originals = [handle.param.data for handle in group]
-        if not filled:
-            self._by_names.write_first(group, originals)
-        for handle, original in zip(group, originals, strict=True):
-            # Noted param by param: what is given back is what was taken, wherever that breaks off.
-            self._taken.append(self._become_view(handle, original, filled=filled))
-
-    def _become_view(self, handle: ParamHandle, original: torch.Tensor, *, filled: bool) -> _Taken:
-        """Make a param a view of its chunk; returns what undoing that needs.
-
-        Its dtype is enough, unless it is frozen and gets narrower, or float64: then the original is kept until the
-        model is whole.
+    def _become_view(self, handle: ParamHandle, original: torch.Tensor, *, filled: bool) -> None:
+        """Make a param a view of its chunk, and note what undoing that needs: its dtype is enough, unless it is frozen
+        and gets narrower, or float64. Then the original is kept until the model is whole.
         """
         param = handle.param
         if not filled:
@@ -149,7 +130,8 @@ class Adoption:
         # A trained param has an fp32 master, which has all bits of its original up to fp32.
         narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
         is_kept = narrowed or original.dtype.itemsize > 4
-        return _Taken(handle, original.dtype, original if is_kept else None)
+        # Param by param: what is given back is what was taken, wherever that breaks off.
+        self._taken[handle] = original.dtype, original if is_kept else None
 
 
 def _make_ordinary(handle: ParamHandle, value: torch.Tensor) -> None:

@@ -129,6 +129,13 @@ def prepare(
         for param, names in named
         for name in names
     }
+    # Checksums of what steps before the model was wrapped have left: each rank keeps a part of it.
+    states = {
+        f"{key} of {names[0]}": f"checksum {checksum_of(torch.as_tensor(value)):08x}"
+        for param, names in named
+        if (optimizer := optimizer_of(param)) is not None
+        for key, value in optimizer.state.get(param, {}).items()
+    }
     # The paths may differ between machines: only whether there is one is compared.
     paths = {f"{tier.value}_path": bool(config.memory.paths_of(tier)) for tier in FILED}
     memory = {
@@ -149,7 +156,7 @@ def prepare(
         {
             "model": type(structure.model).__name__,
             "set of params": params,
-            "state of the optimizer": _optimizer_states(named),
+            "state of the optimizer": states,
             "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
         },
     )
@@ -163,18 +170,6 @@ def prepare(
     if experts:
         own = {name: param.data for name, param in every if id(param) in experts}
         ranks.take_from_first(own, of_experts=True)
-
-
-def _optimizer_states(named: list[NamedParam]) -> dict[str, str]:
-    """Checksums of what steps before the model was wrapped have left. Each rank keeps a part of it, so it must be alike
-    on all.
-    """
-    found = {}
-    for param, names in named:
-        optimizer = optimizer_of(param)
-        for key, value in (optimizer.state.get(param, {}) if optimizer is not None else {}).items():
-            found[f"{key} of {names[0]}"] = f"checksum {checksum_of(torch.as_tensor(value)):08x}"
-    return found
 
 
 def _as_text(value: Any) -> str:

@@ -32,10 +32,7 @@ def refuse_unwrappable(structure: Structure, managed_class: Callable[[type[nn.Mo
     managed = {id(handle.param) for handle in handles_of([param for param, _ in structure.params])}
     for param, names in structure.params:
         if id(param) not in managed:  # one of another managed model is refused as that
-            if type(param) is not nn.Parameter:
-                _check_kind(names[0], param)
             _check_param(names[0], param)
-            _check_grad(names[0], param)
     for path, module in structure.modules:
         for name, buffer in own_buffers(module).items():
             _check_buffer(f"{path}.{name}" if path else name, buffer)
@@ -80,8 +77,8 @@ def _check_module(path: str, module: nn.Module, *, has_params: bool) -> None:
             ) from e
 
 
-def _check_kind(name: str, param: torch.Tensor) -> None:
-    """Refuse a param of a class of its own, unless it computes as any other does."""
+def _check_param(name: str, param: torch.Tensor) -> None:
+    """Refuse a param that cannot be trained, or is of a class that does not compute as any other does."""
     if isinstance(param, UninitializedTensorMixin):
         raise ValueError(
             f"param {name!r} is not initialized yet (a lazy module): run one batch through the model before wrapping it"
@@ -92,9 +89,6 @@ def _check_kind(name: str, param: torch.Tensor) -> None:
             "GeminiDDP manages ordinary params (nn.Parameter) and divides them. Turn it into one (dequantize it, "
             "wrap before fully_shard), or make it a buffer; " + WHAT_WORKS
         )
-
-
-def _check_param(name: str, param: torch.Tensor) -> None:
     if param.is_inference():
         raise ValueError(
             f"param {name!r} was made in torch.inference_mode(), and such tensors cannot be trained. Make or load the "
@@ -105,12 +99,8 @@ def _check_param(name: str, param: torch.Tensor) -> None:
             f"param {name!r} is the result of a computation ({param.grad_fn}), so that gradients do not end at it: "
             "register an nn.Parameter, param.detach().clone() for example"
         )
-
-
-def _check_grad(name: str, param: torch.Tensor) -> None:
-    """Refuse a gradient that is there: the next backward would add to it, and chunks begin without any."""
     grad = param.grad
-    # Zeros do no harm: zero_grad(set_to_none=False) leaves them.
+    # Chunks begin without any. Zeros do no harm: zero_grad(set_to_none=False) leaves them.
     if grad is not None and not grad.is_meta and bool((grad._values() if grad.is_sparse else grad).any()):
         raise ValueError(
             f"param {name!r} has a gradient already, which the next backward would add to, and managed params begin "
