@@ -112,52 +112,43 @@ def hook_around(
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=with_kwargs),
             module.register_forward_hook(post, always_call=True),
         ]
-    outside, ref = _Outside(module), weakref.ref(module)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Weakly: the function hangs on the module, and a cycle would keep weights until the garbage collector comes.
-        called = ref()
-        assert called is not None
-        # It was removed while somebody else had wrapped it again, and so could not be taken out.
-        if not outside.is_active:
-            return outside.inner(*args, **kwargs)
-        pre(called, args, kwargs) if with_kwargs else pre(called, args)
-        try:
-            output = outside.inner(*args, **kwargs)
-        # Not on KeyboardInterrupt: as with torch's hooks, Recovery ends what that leaves open.
-        except Exception:
-            post(called, args, None)
-            raise
-        replaced = post(called, args, output)
-        return output if replaced is None else replaced
-
-    outside.put(call)
-    return [outside]
+    return [_Outside(module, pre, post, with_kwargs)]
 
 
 class _Outside:
-    """A function around a compiled call, in the place of hooks: torch's own would be compiled with it."""
+    """What is called in the place of a compiled call, with hooks around it: torch's own would be compiled with it."""
 
-    def __init__(self, module: nn.Module):
-        self.inner: Any = module._compiled_call_impl
-        self.is_active = True
-        self._module, self._call = weakref.ref(module), None
+    def __init__(self, module: nn.Module, pre: Any, post: Any, with_kwargs: bool):
+        self._inner: Any = module._compiled_call_impl
+        self._pre, self._post, self._with_kwargs = pre, post, with_kwargs
+        # Weakly: this hangs on the module, and a cycle would keep weights until the garbage collector comes.
+        self._module = weakref.ref(module)
+        self._is_active = True
+        # What is compiled, however many of these are around it.
+        self._gemini_inner = getattr(self._inner, "_gemini_inner", self._inner)
+        module._compiled_call_impl = self  # type: ignore[assignment]
 
-    def put(self, call: Any) -> None:
-        """Let ``call`` be what is called from now on."""
-        # What is compiled, however many functions are around it.
-        call._gemini_inner = getattr(self.inner, "_gemini_inner", self.inner)
-        self._call = call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # It was removed while somebody else had wrapped it again, and so could not be taken out.
+        if not self._is_active:
+            return self._inner(*args, **kwargs)
         module = self._module()
-        assert module is not None
-        module._compiled_call_impl = call
+        self._pre(module, args, kwargs) if self._with_kwargs else self._pre(module, args)
+        try:
+            output = self._inner(*args, **kwargs)
+        # Not on KeyboardInterrupt: as with torch's hooks, Recovery ends what that leaves open.
+        except Exception:
+            self._post(module, args, None)
+            raise
+        replaced = self._post(module, args, output)
+        return output if replaced is None else replaced
 
     def remove(self) -> None:
-        self.is_active = False
+        self._is_active = False
         module = self._module()
         # Only if it is still the outermost: what somebody has put over it is not ours to remove.
-        if module is not None and module.__dict__.get("_compiled_call_impl") is self._call:
-            module._compiled_call_impl = self.inner
+        if module is not None and module.__dict__.get("_compiled_call_impl") is self:
+            module._compiled_call_impl = self._inner
 
 
 # ---- compiled after wrapping -----------------------------------------------------------------------------------------

@@ -92,10 +92,8 @@ def kept_in_fp32(model: nn.Module | Structure, precision: str, keep_fp32: KeepFp
 
 
 def move_buffers(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], kept: Collection[int]) -> None:
-    """Apply ``fn`` of ``model.to(...)`` to the buffers that it gives another dtype or device, as torch does.
-
-    Args:
-        kept: by their ``id``, the params that stay in fp32. Buffers of their modules stay as they are.
+    """Apply ``fn`` of ``model.to(...)`` to the buffers that it gives another dtype or device, as torch does; but not to
+    those of modules of the params ``kept`` in fp32.
     """
     beside = set()
     for module in model.modules():
