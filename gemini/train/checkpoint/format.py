@@ -31,6 +31,7 @@ from gemini.errors import GeminiError, StorageError, of_storage
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import STORED_DTYPES, TensorFile
+from gemini.train.params.handle import ParamHandle
 from gemini.train.params.tensor_slice import TensorSlice
 
 FORMAT, VERSION = "gemini-checkpoint", 4
@@ -50,7 +51,7 @@ _MAX_BITS = 10_000
 """Of an int: Python reads no number of more than 4,300 digits."""
 
 
-class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A param: its whole shape, its updates, whether there are states of it, how it was cut into slices (dim, groups
     and size of :class:`TensorSlice`, or None), whether it is bytes of codes, and whether it stays in fp32.
     """
@@ -61,6 +62,12 @@ class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cut: tuple[int, ...] | None = None
     coded: bool = False
     fp32: bool = False
+
+    @classmethod
+    def of(cls, handle: ParamHandle) -> SavedParam:
+        """A param as it is now."""
+        spec, cut = handle.chunk.spec, handle.cut and (handle.cut.dim, handle.cut.groups, handle.cut.size)
+        return cls(tuple(handle.whole_shape), handle.num_steps, handle.chunk.trained, cut, spec.coded, spec.fp32)
 
     @property
     def first_slice(self) -> TensorSlice | None:

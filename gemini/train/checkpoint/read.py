@@ -1,4 +1,4 @@
-"""Reading a checkpoint: what this rank needs of the saved parts, and everything else that was saved, compared first.
+"""Reading masters and states of a checkpoint: what this rank needs of the saved parts, compared first.
 
 Whatever number of ranks wrote the checkpoint, a rank reads the ranges that overlap its own parts. Before any rank
 changes anything all of them together have compared every checksum, each a share of them, and whatever could be refused
@@ -12,44 +12,24 @@ together. From compact to exact nothing is lost that was there; that exact state
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from gemini import kernels
 from gemini.errors import PlanMismatch, warn
-from gemini.interrupts import WHOLE
 from gemini.kernels import reference
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
-from gemini.ranks.agree import Handshake
-from gemini.train.checkpoint.format import ALL_OF_MODEL, VALUES, Manifest, SavedParam, decode
-from gemini.train.checkpoint.states import (
-    check_groups,
-    check_plain_states,
-    check_scheduler,
-    factors_of,
-    load_factors,
-    load_plain_states,
-    own_values,
-    set_rng_states,
-    taken_back_on_error,
-    with_unsaid,
-)
+from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam
 from gemini.train.checkpoint.tensor_file import TensorFile
 from gemini.train.checkpoint.write import PlanePart
-from gemini.train.engine import Engine
-from gemini.train.modules.codes import scales_in
 from gemini.train.observers import WriteObservers
-from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.by_name import store_range
-from gemini.train.params.handle import ParamHandle, ParamSet
-from gemini.train.params.state_dict import beside_params, load_beside_params, undone_on_error
+from gemini.train.params.handle import ParamHandle
 
 Values = Mapping[PlaneKind, torch.Tensor]
 
@@ -248,7 +228,7 @@ class Reader:
 
     def _fill(self, values: torch.Tensor, key: str, handle: ParamHandle, first: int) -> None:
         """Read the saved items of a plane from ``first`` on, as the slice that a param is here counts them."""
-        if is_cut_anew(self._params[handle.whole_name], handle):
+        if self._params[handle.whole_name].cut != SavedParam.of(handle).cut:
             self._fill_from_slices(values, key, handle, first)
             return
         own, last = 0 if handle.cut is None else handle.cut.rank, first + len(values)
@@ -273,163 +253,3 @@ class Reader:
                 read = torch.empty(high - low, dtype=values.dtype, device="cpu")
                 run.file.read_into(run.name, low - run.start, read)
                 values[there] = read[wanted - low]
-
-
-class Rest:
-    """What a checkpoint holds besides masters and states.
-
-    What is of another model, optimizer or scheduler is refused in the making of it, which changes nothing, or by the
-    model and the scheduler in ``load_own``; ``put_back`` has nothing left to object to.
-
-    Raises:
-        PlanMismatch: saying what is of another.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        values: list[torch.Tensor],
-        engine: Engine,
-        model: nn.Module,
-        optimizer: HybridOptimizer,
-        scheduler: Any,
-    ):
-        params, handles = engine.params, engine.params.handles
-        self._path, self._manifest, self._handles = path, manifest, handles
-        self._model, self._optimizer, self._scheduler, self._by_names = model, optimizer, scheduler, engine.by_names
-        _compare_params(path, manifest, params, engine.config.precision, engine.stepping.rule.spec)
-        self._groups = check_groups(path, decode(manifest.groups, values), optimizer, params)
-        self._plain = decode(manifest.plain, values)
-        check_plain_states(path, optimizer, self._plain)
-        self._factors = own_values(decode(manifest.factors, values) or {}, params, factors_of(handles))
-        self._scales = scales_in(model.named_parameters())
-        here = self._beside_params()
-        self._model_state = own_values(decode(manifest.buffers, values), params, here)
-        if manifest.version < ALL_OF_MODEL:
-            self._model_state = with_unsaid(path, model, here, self._model_state)
-        self._rng, self.extra = decode(manifest.rng, values), decode(manifest.extra, values)
-        self._state = decode(manifest.scheduler, values)
-        if (scheduler is None) != (self._state is None):
-            had = "with" if scheduler is None else "without"
-            raise PlanMismatch(f"{path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
-        if scheduler is not None:
-            check_scheduler(path, scheduler, self._state, manifest.scheduler_kind)
-
-    def load_own(self, ranks: Handshake, writing: ExitStack) -> None:
-        """Give the model what its state had beside params, and the scheduler its state, on all ranks or none: first of
-        all, since they may refuse. Then Ctrl-C waits until ``writing`` ends.
-
-        Raises:
-            PlanMismatch: naming what they do not take. They are as they were.
-        """
-        with undone_on_error(self._model, self._by_names), taken_back_on_error(self._scheduler):
-            ranks.step(self._load_own, lambda _: None)
-            writing.enter_context(WHOLE)
-
-    def _load_own(self) -> None:
-        now, refusal = self._beside_params(), None
-        # Scales belong to codes, which are params: `put_back` copies them, not the model.
-        own = {name: value for name, value in self._model_state.items() if name not in self._scales}
-        try:
-            load_beside_params(self._model, self._by_names, own)
-            now = self._beside_params()
-        except Exception as e:
-            refusal = e
-        saved, here = ({name: _form_of(v) for name, v in of.items()} for of in (self._model_state, now))
-        different = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
-        if different or refusal is not None:
-            first = different[0] if different else ""
-            which = (
-                f"{len(different)} differ, the first is {first!r} (saved {saved.get(first)}, here {here.get(first)})"
-            )
-            why = [which] * bool(different) + [f"its load_state_dict says: {refusal}"] * (refusal is not None)
-            raise PlanMismatch(
-                f"{self._path} was saved for a model with other buffers or extra state: {'; '.join(why)}"
-            ) from refusal
-        if self._scheduler is not None:
-            try:
-                self._scheduler.load_state_dict(self._state)
-            except Exception as e:
-                kind = type(self._scheduler).__name__
-                raise PlanMismatch(f"{self._path} was saved with another scheduler than this {kind} ({e})") from e
-
-    def _beside_params(self) -> dict[str, Any]:
-        return {**self._scales, **beside_params(self._model, self._by_names)}
-
-    def put_back(self, rank: int) -> None:
-        """Masters and states are there: the rest, with the random states of a rank if they were saved."""
-        for handle in self._handles:
-            handle.num_steps = handle.restored = self._manifest.params[handle.whole_name].step
-            handle.waiting = None
-        with torch.no_grad():
-            for name, scale in self._scales.items():
-                scale.copy_(self._model_state[name])
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(saved)
-        load_plain_states(self._optimizer, self._plain)
-        load_factors(self._handles, self._factors)
-        # More ranks than wrote it: the others keep their own generators.
-        if rank < len(self._rng):
-            set_rng_states(self._rng[rank])
-
-
-def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
-    """The form that two values must share, so that one can take the place of the other in a model's state."""
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
-
-
-def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision: str, rule: RuleSpec) -> None:
-    handles = params.handles
-    if manifest.precision != precision:
-        raise PlanMismatch(
-            f"{path} was saved in {manifest.precision}, the model is in {precision}: wrap it with "
-            f"GeminiConfig(precision={manifest.precision!r})"
-        )
-    check_rule(path, manifest.rule, rule)
-    saved = {name: param.shape for name, param in manifest.params.items()}
-    here = {name: param.shape for name, param in params.of_stages.items()}
-    here = here or {handle.whole_name: handle.whole_shape for handle in handles}
-    if saved != here:
-        different = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
-        raise PlanMismatch(
-            f"{path} was saved for another model: {len(different)} params differ, the first is {different[0]!r} "
-            f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
-        )
-    # A scale of compact states is for a block of elements as they follow each other in one slice.
-    anew = [handle for handle in handles if is_cut_anew(manifest.params[handle.whole_name], handle)]
-    if anew and (manifest.rule.exact is not None or rule.exact is not None):
-        sizes = [1 if cut is None else cut[2] for cut in (manifest.params[anew[0].whole_name].cut, _cut_of(anew[0]))]
-        raise PlanMismatch(
-            f"{path} was saved with tp={sizes[0]} and the mesh has tp={sizes[1]}: compact states have one scale for "
-            "many elements of a slice, and slices of another size have others. Load it with the same tp, or save and "
-            'load with states="exact"'
-        )
-    for handle in handles:
-        saved_in, here_in = manifest.params[handle.whole_name].fp32, handle.chunk.spec.fp32
-        if saved_in != here_in and (handle in anew or not manifest.params[handle.whole_name].trained):
-            raise PlanMismatch(
-                f"{handle.whole_name!r} was saved in {'fp32' if saved_in else manifest.precision} in {path} and is in "
-                f"{'fp32' if here_in else precision} here, which only a trained param in the same slices can be read "
-                "into: wrap the model with the same GeminiConfig(keep_fp32=)"
-            )
-        was, now = manifest.params[handle.whole_name].trained, handle.chunk.trained
-        if was and not now:
-            raise PlanMismatch(
-                f"{handle.whole_name!r} was trained when {path} was saved and is frozen here: call "
-                "requires_grad_(True) on it before the model is wrapped, or load the weights alone with load_state_dict"
-            )
-        if now and not was and manifest.precision == "fp16":
-            raise PlanMismatch(
-                f"{handle.whole_name!r} was frozen when {path} was saved, which has no fp32 master of it as fp16 "
-                "training needs one: freeze it here too, or load its weights with load_state_dict"
-            )
-
-
-def is_cut_anew(saved: SavedParam, handle: ParamHandle) -> bool:
-    """Whether a param was saved in other slices than it has here."""
-    return saved.cut != _cut_of(handle)
-
-
-def _cut_of(handle: ParamHandle) -> tuple[int, ...] | None:
-    return None if handle.cut is None else (handle.cut.dim, handle.cut.groups, handle.cut.size)

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -34,10 +35,11 @@ from gemini.train.checkpoint.format import (
     read_manifest,
     read_values,
 )
-from gemini.train.checkpoint.read import Reader, Rest
+from gemini.train.checkpoint.read import Reader
 from gemini.train.checkpoint.saver import PendingCheckpoint, pending_in, write_now
 from gemini.train.checkpoint.states import (
     ModelPart,
+    Rest,
     joined,
     part_of,
     plain_states,
@@ -247,7 +249,7 @@ def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: An
         "version": VERSION,
         "precision": engine.config.precision,
         "piece": engine.store.mover.tile,
-        "params": part.params,
+        "params": msgspec.to_builtins(part.params),
         "groups": encode(part.groups, tensors, "optimizer.param_groups"),
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),
         "buffers": encode(part.buffers, tensors, "state_dict()"),

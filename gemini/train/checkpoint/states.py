@@ -1,9 +1,8 @@
 """What a checkpoint keeps besides masters and states: optimizer groups, plain params, buffers and extra state, RNG
 states, schedulers.
 
-Each comes with what refuses saved ones of another model, optimizer or scheduler, before anything is put back.
-
-A :class:`ModelPart` is what one stage of a model, or all of them together, has of it, and of params.
+A :class:`ModelPart` is what one stage of a model, or all of them together, has of it, and of params. A :class:`Rest` is
+what was saved of it: it refuses what is of another model, optimizer or scheduler, and puts the rest back.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +21,19 @@ import torch
 from torch import nn
 
 from gemini.errors import PlanMismatch, RankMismatch, warn
+from gemini.interrupts import WHOLE
+from gemini.planning.planes import RuleSpec
+from gemini.ranks.agree import Handshake
+from gemini.train.checkpoint.format import ALL_OF_MODEL, Manifest, SavedParam, decode
+from gemini.train.checkpoint.read import check_rule
+from gemini.train.engine import Engine
 from gemini.train.modules.codes import scales_in
 from gemini.train.optimizers.checks import check_decay, loaded_group
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.optimizers.states import BEFORE, complete_master
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, ParamSet, StageParam, handle_of, params_of
-from gemini.train.params.state_dict import beside_params
+from gemini.train.params.state_dict import beside_params, load_beside_params, undone_on_error
 
 
 def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
@@ -62,77 +68,6 @@ def factors_of(handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tens
     return {h.whole_name: {name: value.clone() for name, value in h.factors.items()} for h in handles if h.factors}
 
 
-def load_factors(handles: Iterable[ParamHandle], saved: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Put back what :func:`factors_of` gave; those of params that were frozen then begin anew, at zero."""
-    for handle in handles:
-        for name, value in handle.factors.items():
-            if handle.whole_name in saved:
-                value.copy_(saved[handle.whole_name][name])
-            else:
-                value.zero_()
-
-
-def check_groups(
-    path: Path, saved: list[dict[str, Any]], optimizer: HybridOptimizer, params: ParamSet
-) -> list[dict[str, Any]]:
-    """Compare saved groups with the optimizer's, and return what of them is to be taken over.
-
-    Raises:
-        PlanMismatch: if they are of other params, or of Adam here and of AdamW there.
-    """
-    saved, here = own_groups(saved, params), own_groups(groups_of(optimizer), params)
-    if [group["params"] for group in saved] != [group["params"] for group in here]:
-        raise PlanMismatch(
-            f"{path} was saved with param groups of {[len(g['params']) for g in saved]} params, the optimizer has "
-            f"{[len(g['params']) for g in here]} (or others in them): make the groups as they were"
-        )
-    for i, (group, ours) in enumerate(zip(saved, here, strict=True) if isinstance(optimizer, HybridAdam) else ()):
-        try:
-            check_decay(group, ours, f"its group {i}")
-        except ValueError as e:
-            raise PlanMismatch(f"{path} was saved with the other kind of weight decay: {e}") from e
-    return [loaded_group(group, ours) for group, ours in zip(saved, here, strict=True)]
-
-
-def check_plain_states(path: Path, optimizer: HybridOptimizer, states: dict[str, Any]) -> None:
-    """Compare params of :func:`plain_states` with those that bear the same numbers here. Raises PlanMismatch."""
-    for number, param in enumerate(params_of(optimizer)):
-        saved = states[f"#{number}"]["param"] if handle_of(param) is None else param
-        if (saved.shape, saved.dtype) != (param.shape, param.dtype):
-            raise PlanMismatch(
-                f"{path} was saved with a param {number} of the optimizer, not managed, of {saved.dtype} "
-                f"{list(saved.shape)}; here it is {param.dtype} {list(param.shape)}"
-            )
-
-
-def load_plain_states(optimizer: HybridOptimizer, states: dict[str, Any]) -> None:
-    """Put back what :func:`plain_states` gave."""
-    params = params_of(optimizer)
-    with torch.no_grad():
-        for number, saved in states.items():
-            param = params[int(number[1:])]
-            param.copy_(saved["param"])
-            optimizer.state[param] = {
-                name: value if name == "step" else value.to(param.device) for name, value in saved["state"].items()
-            }
-
-
-def with_unsaid(path: Path, model: nn.Module, here: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Add to a saved model state what a checkpoint lacks that knew only buffers, each of them by its first name."""
-    # A buffer under several names was saved under the first alone.
-    first = {id(here[name]): name for name in saved if name in here}
-    others = {name: saved[first[id(value)]] for name, value in here.items() if id(value) in first}
-    buffers = {id(buffer) for buffer in model.buffers()}
-    unsaid = {name: value for name, value in here.items() if id(value) not in buffers and name not in saved}
-    if unsaid:
-        warn(
-            f"{path} is of an older Gemini, which kept nothing of a model but params and buffers: "
-            f"{', '.join(map(repr, sorted(unsaid)[:3]))}{' and more' if len(unsaid) > 3 else ''} of model.state_dict() "
-            "are not in it, and stay as they are"
-        )
-    return {**unsaid, **others, **saved}
-
-
 def rng_states(*, of_gpus: bool = True) -> dict[str, Any]:
     """The random states of this process: Python's, torch's, numpy's if it is loaded."""
     # A tensor in place of 625 numbers: it goes to the file of values.
@@ -165,57 +100,15 @@ def set_rng_states(states: dict[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
 
 
-# ---- schedulers ------------------------------------------------------------------------------------------------------
-
-
 def scheduler_kind(scheduler: Any) -> str | None:
     """A name that tells schedulers apart whose states look alike; None without one."""
     return None if scheduler is None else type(scheduler).__qualname__
 
 
-def check_scheduler(path: Path, scheduler: Any, saved: Any, kind: str | None) -> None:
-    """Refuse the state of a scheduler, of one called ``kind``, that is of another class or has others within it.
-
-    Raises:
-        PlanMismatch: saying which.
-    """
-    why = f"it was a {kind}" if kind not in (None, scheduler_kind(scheduler)) else ""
-    if not why and (missing := _missing(scheduler, saved)):
-        why = f"its state has no {missing!r}"
-    if why:
-        raise PlanMismatch(
-            f"{path} was saved with another scheduler than this {type(scheduler).__name__} ({why}): make the same one, "
-            "with the same arguments"
-        )
-
-
-def _missing(scheduler: Any, saved: Any) -> str | None:
-    """The first name that the state of a scheduler has, or of one within it, and the saved state has not."""
-    here = scheduler.state_dict()
-    if not (isinstance(here, dict) and isinstance(saved, dict)):
-        return None
-    inner = zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
-    missing = [*map(str, here.keys() - saved.keys()), *(name for one in inner if (name := _missing(*one)))]
-    return min(missing, default=None)
-
-
-@contextlib.contextmanager
-def taken_back_on_error(scheduler: Any) -> Iterator[None]:
-    """Give a scheduler, if there is one, the state that it has now if there is an error."""
-    before = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
-    try:
-        yield
-    except BaseException:
-        if scheduler is not None:
-            with contextlib.suppress(Exception):  # one that does not take what it gave cannot be helped
-                scheduler.load_state_dict(before)
-        raise
-
-
 class ModelPart(NamedTuple):
     """What is here of a model, by the names that its params have in the whole model."""
 
-    params: dict[str, dict[str, Any]]
+    params: dict[str, SavedParam]
     groups: list[dict[str, Any]]
     buffers: dict[str, Any]
     """All that the model's state has beside params, and the scales of codes, which are nothing without them."""
@@ -235,13 +128,7 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
             "a checkpoint of a pipeline over ranks holds managed params alone, and this optimizer has others too: give "
             "those to an optimizer of their own"
         )
-    described = {
-        h.whole_name: {"shape": list(h.whole_shape), "step": h.num_steps, "trained": h.chunk.trained}
-        | ({} if h.cut is None else {"cut": [h.cut.dim, h.cut.groups, h.cut.size]})
-        | ({"coded": True} if h.chunk.spec.coded else {})
-        | ({"fp32": True} if h.chunk.spec.fp32 else {})
-        for h in handles
-    }
+    described = {handle.whole_name: SavedParam.of(handle) for handle in handles}
     exact = [h.whole_name for h in handles if h.chunk.spec.exact]
     buffers = {**scales_in(model.named_parameters()), **beside_params(model, by_names)}
     return ModelPart(described, groups_of(optimizer), buffers, factors_of(handles), exact)
@@ -284,8 +171,246 @@ def own_groups(groups: list[dict[str, Any]], params: ParamSet) -> list[dict[str,
     ]
 
 
-def own_values(saved: dict[str, Any], params: ParamSet, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Pick from saved values of all stages, by name, those that are here too."""
-    if not params.of_stages:
-        return saved
-    return {name: value for name, value in saved.items() if name in own}
+# ---- putting back ----------------------------------------------------------------------------------------------------
+
+
+class Rest:
+    """What a checkpoint holds besides masters and states.
+
+    What is of another model, optimizer or scheduler is refused in the making of it, which changes nothing, or by the
+    model and the scheduler in ``load_own``; ``put_back`` has nothing left to object to.
+
+    Raises:
+        PlanMismatch: saying what is of another.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        values: list[torch.Tensor],
+        engine: Engine,
+        model: nn.Module,
+        optimizer: HybridOptimizer,
+        scheduler: Any,
+    ):
+        params, handles = engine.params, engine.params.handles
+        self._path, self._manifest, self._handles = path, manifest, handles
+        self._model, self._optimizer, self._scheduler, self._by_names = model, optimizer, scheduler, engine.by_names
+        _compare_params(path, manifest, params, engine.config.precision, engine.stepping.rule.spec)
+        self._groups = _compared_groups(path, decode(manifest.groups, values), optimizer, params)
+        self._plain, self._factors = decode(manifest.plain, values), decode(manifest.factors, values)
+        for number, param in self._plain_params():
+            saved = self._plain[number]["param"]
+            if (saved.shape, saved.dtype) != (param.shape, param.dtype):
+                raise PlanMismatch(
+                    f"{path} was saved with a param {number} of the optimizer, not managed, of {saved.dtype} "
+                    f"{list(saved.shape)}; here it is {param.dtype} {list(param.shape)}"
+                )
+        self._scales = scales_in(model.named_parameters())
+        here, self._model_state = self._beside_params(), decode(manifest.buffers, values)
+        if params.of_stages:  # of all stages: those that are here too
+            self._model_state = {name: value for name, value in self._model_state.items() if name in here}
+        if manifest.version < ALL_OF_MODEL:
+            self._model_state = _with_unsaid(path, model, here, self._model_state)
+        self._rng, self.extra = decode(manifest.rng, values), decode(manifest.extra, values)
+        self._state = decode(manifest.scheduler, values)
+        if (scheduler is None) != (self._state is None):
+            had = "with" if scheduler is None else "without"
+            raise PlanMismatch(f"{path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
+        kind = manifest.scheduler_kind
+        why = f"it was a {kind}" if kind not in (None, scheduler_kind(scheduler)) else ""
+        if not why and scheduler is not None and (missing := _missing(scheduler, self._state)):
+            why = f"its state has no {missing!r}"
+        if why:
+            raise self._other_scheduler(why)
+
+    def _other_scheduler(self, why: object) -> PlanMismatch:
+        return PlanMismatch(
+            f"{self._path} was saved with another scheduler than this {type(self._scheduler).__name__} ({why}): make "
+            "the same one, with the same arguments"
+        )
+
+    def load_own(self, ranks: Handshake, writing: ExitStack) -> None:
+        """Give the model what its state had beside params, and the scheduler its state, on all ranks or none: first of
+        all, since they may refuse. Then Ctrl-C waits until ``writing`` ends.
+
+        Raises:
+            PlanMismatch: naming what they do not take. They are as they were.
+        """
+        with undone_on_error(self._model, self._by_names), _taken_back_on_error(self._scheduler):
+            ranks.step(self._load_own, lambda _: None)
+            writing.enter_context(WHOLE)
+
+    def _load_own(self) -> None:
+        now, refusal = self._beside_params(), None
+        # Scales belong to codes, which are params: `put_back` copies them, not the model.
+        own = {name: value for name, value in self._model_state.items() if name not in self._scales}
+        try:
+            load_beside_params(self._model, self._by_names, own)
+            now = self._beside_params()
+        except Exception as e:
+            refusal = e
+        saved, here = ({name: _form_of(v) for name, v in of.items()} for of in (self._model_state, now))
+        different = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
+        if different or refusal is not None:
+            first = different[0] if different else ""
+            which = (
+                f"{len(different)} differ, the first is {first!r} (saved {saved.get(first)}, here {here.get(first)})"
+            )
+            why = [which] * bool(different) + [f"its load_state_dict says: {refusal}"] * (refusal is not None)
+            raise PlanMismatch(
+                f"{self._path} was saved for a model with other buffers or extra state: {'; '.join(why)}"
+            ) from refusal
+        if self._scheduler is not None:
+            try:
+                self._scheduler.load_state_dict(self._state)
+            except Exception as e:
+                raise self._other_scheduler(e) from e
+
+    def _plain_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The params of the optimizer that are not managed, by number."""
+        return ((f"#{i}", param) for i, param in enumerate(params_of(self._optimizer)) if handle_of(param) is None)
+
+    def _beside_params(self) -> dict[str, Any]:
+        return {**self._scales, **beside_params(self._model, self._by_names)}
+
+    def put_back(self, rank: int) -> None:
+        """Masters and states are there: the rest, with the random states of a rank if they were saved."""
+        for handle in self._handles:
+            handle.num_steps = handle.restored = self._manifest.params[handle.whole_name].step
+            handle.waiting = None
+        with torch.no_grad():
+            for name, scale in self._scales.items():
+                scale.copy_(self._model_state[name])
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(saved)
+        with torch.no_grad():
+            for number, param in self._plain_params():
+                param.copy_(self._plain[number]["param"])
+                self._optimizer.state[param] = {
+                    name: value if name == "step" else value.to(param.device)
+                    for name, value in self._plain[number]["state"].items()
+                }
+        for handle in self._handles:
+            saved_factors = (self._factors or {}).get(handle.whole_name)
+            for name, value in handle.factors.items():
+                # Those of params that were frozen begin anew.
+                if saved_factors is None:
+                    value.zero_()
+                else:
+                    value.copy_(saved_factors[name])
+        # More ranks than wrote it: the others keep their own generators.
+        if rank < len(self._rng):
+            set_rng_states(self._rng[rank])
+
+
+def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision: str, rule: RuleSpec) -> None:
+    handles = params.handles
+    if manifest.precision != precision:
+        raise PlanMismatch(
+            f"{path} was saved in {manifest.precision}, the model is in {precision}: wrap it with "
+            f"GeminiConfig(precision={manifest.precision!r})"
+        )
+    check_rule(path, manifest.rule, rule)
+    saved = {name: param.shape for name, param in manifest.params.items()}
+    here = {name: param.shape for name, param in params.of_stages.items()}
+    here = here or {handle.whole_name: handle.whole_shape for handle in handles}
+    if saved != here:
+        different = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
+        raise PlanMismatch(
+            f"{path} was saved for another model: {len(different)} params differ, the first is {different[0]!r} "
+            f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
+        )
+    # A scale of compact states is for a block of elements as they follow each other in one slice.
+    pairs = [(handle.whole_name, manifest.params[handle.whole_name], SavedParam.of(handle)) for handle in handles]
+    anew = [[1 if of.cut is None else of.cut[2] for of in (was, now)] for _, was, now in pairs if was.cut != now.cut]
+    if anew and (manifest.rule.exact is not None or rule.exact is not None):
+        raise PlanMismatch(
+            f"{path} was saved with tp={anew[0][0]} and the mesh has tp={anew[0][1]}: compact states have one scale "
+            "for many elements of a slice, and slices of another size have others. Load it with the same tp, or save "
+            'and load with states="exact"'
+        )
+    for name, was, now in pairs:
+        if was.fp32 != now.fp32 and (was.cut != now.cut or not was.trained):
+            raise PlanMismatch(
+                f"{name!r} was saved in {'fp32' if was.fp32 else manifest.precision} in {path} and is in "
+                f"{'fp32' if now.fp32 else precision} here, which only a trained param in the same slices can be read "
+                "into: wrap the model with the same GeminiConfig(keep_fp32=)"
+            )
+        if was.trained and not now.trained:
+            raise PlanMismatch(
+                f"{name!r} was trained when {path} was saved and is frozen here: call requires_grad_(True) on it "
+                "before the model is wrapped, or load the weights alone with load_state_dict"
+            )
+        if now.trained and not was.trained and manifest.precision == "fp16":
+            raise PlanMismatch(
+                f"{name!r} was frozen when {path} was saved, which has no fp32 master of it as fp16 training needs "
+                "one: freeze it here too, or load its weights with load_state_dict"
+            )
+
+
+def _compared_groups(
+    path: Path, saved: list[dict[str, Any]], optimizer: HybridOptimizer, params: ParamSet
+) -> list[dict[str, Any]]:
+    """Compare saved groups with the optimizer's, and return what of them is to be taken over.
+
+    Raises:
+        PlanMismatch: if they are of other params, or of Adam here and of AdamW there.
+    """
+    saved, here = own_groups(saved, params), own_groups(groups_of(optimizer), params)
+    if [group["params"] for group in saved] != [group["params"] for group in here]:
+        raise PlanMismatch(
+            f"{path} was saved with param groups of {[len(g['params']) for g in saved]} params, the optimizer has "
+            f"{[len(g['params']) for g in here]} (or others in them): make the groups as they were"
+        )
+    for i, (group, ours) in enumerate(zip(saved, here, strict=True) if isinstance(optimizer, HybridAdam) else ()):
+        try:
+            check_decay(group, ours, f"its group {i}")
+        except ValueError as e:
+            raise PlanMismatch(f"{path} was saved with the other kind of weight decay: {e}") from e
+    return [loaded_group(group, ours) for group, ours in zip(saved, here, strict=True)]
+
+
+def _with_unsaid(path: Path, model: nn.Module, here: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Add to a saved model state what a checkpoint lacks that knew only buffers, each of them by its first name."""
+    # A buffer under several names was saved under the first alone.
+    first = {id(here[name]): name for name in saved if name in here}
+    others = {name: saved[first[id(value)]] for name, value in here.items() if id(value) in first}
+    buffers = {id(buffer) for buffer in model.buffers()}
+    unsaid = {name: value for name, value in here.items() if id(value) not in buffers and name not in saved}
+    if unsaid:
+        warn(
+            f"{path} is of an older Gemini, which kept nothing of a model but params and buffers: "
+            f"{', '.join(map(repr, sorted(unsaid)[:3]))}{' and more' if len(unsaid) > 3 else ''} of model.state_dict() "
+            "are not in it, and stay as they are"
+        )
+    return {**unsaid, **others, **saved}
+
+
+def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
+    """The form that two values must share, so that one can take the place of the other in a model's state."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
+
+
+def _missing(scheduler: Any, saved: Any) -> str | None:
+    """The first name that the state of a scheduler has, or of one within it, and the saved state has not."""
+    here = scheduler.state_dict()
+    if not (isinstance(here, dict) and isinstance(saved, dict)):
+        return None
+    inner = zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
+    missing = [*map(str, here.keys() - saved.keys()), *(name for one in inner if (name := _missing(*one)))]
+    return min(missing, default=None)
+
+
+@contextlib.contextmanager
+def _taken_back_on_error(scheduler: Any) -> Iterator[None]:
+    """Give a scheduler, if there is one, the state that it has now if there is an error."""
+    before = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+    try:
+        yield
+    except BaseException:
+        if scheduler is not None:
+            with contextlib.suppress(Exception):  # one that does not take what it gave cannot be helped
+                scheduler.load_state_dict(before)
+        raise
