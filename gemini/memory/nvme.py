@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -379,24 +380,21 @@ def _open(directory: Path, tier: Tier) -> tuple[int, bool, bool]:
     """A nameless file in ``directory``: (descriptor, has O_DIRECT, came by O_TMPFILE)."""
     if not directory.is_dir():
         raise StorageError(f"{tier.value}_path {directory} is not an existing directory; create it or give another one")
-    direct = getattr(os, "O_DIRECT", 0)
     reason = ""
-    for nameless in (True, False):
-        # Best first: without a name and past the page cache.
-        for flag in (direct, 0):
-            try:
-                fd = _open_nameless(directory, flag) if nameless else _open_unlinked(directory, flag)
-            except OSError as e:
-                if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                    raise StorageError(f"{tier.value}_path {directory} cannot be written: {e.strerror}") from e
-                if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise StorageError(f"{tier.value}_path {directory} is full: {e.strerror}") from e
-                reason = f": {e.strerror}"
-                continue
-            if flag and not _direct_works(fd):
-                os.close(fd)
-                continue
-            return fd, bool(flag), nameless
+    # Best first: without a name and past the page cache.
+    for opened_by, flag in product((_open_nameless, _open_unlinked), (os.O_DIRECT, 0)):
+        try:
+            fd = opened_by(directory, flag)
+        except OSError as e:
+            if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise StorageError(f"{tier.value}_path {directory} cannot be written: {e.strerror}") from e
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageError(f"{tier.value}_path {directory} is full: {e.strerror}") from e
+            reason = f": {e.strerror}"
+            continue
+        if not flag or _direct_works(fd):
+            return fd, bool(flag), opened_by is _open_nameless
+        os.close(fd)
     raise StorageError(
         f"{tier.value}_path {directory} cannot be written{reason}. Give a directory of a file system that ordinary "
         "files can be made in"
@@ -405,8 +403,6 @@ def _open(directory: Path, tier: Tier) -> tuple[int, bool, bool]:
 
 def _open_nameless(directory: Path, flag: int) -> int:
     """A descriptor of a file that never has a name."""
-    if not hasattr(os, "O_TMPFILE"):
-        raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE")
     return os.open(directory, os.O_TMPFILE | os.O_RDWR | flag, 0o600)
 
 

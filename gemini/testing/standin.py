@@ -22,8 +22,8 @@ import torch
 
 from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.devices.device import Event, HostMemoryDevice, register_device
+from gemini.memory.devices.pages import FramePool, PageWindow, Window
 from gemini.memory.devices.pinned import Arena
-from gemini.memory.devices.windows import FramePool, PageWindow, Window
 from gemini.patches import register
 from gemini.tiers import Tier
 

@@ -12,7 +12,7 @@ from gemini import kernels
 from gemini.ledger import Ledger
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
-from gemini.memory.devices.windows import PageWindow
+from gemini.memory.devices.pages import PageWindow
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.worker import Job
 from gemini.train.observers import WriteObservers

@@ -43,7 +43,7 @@ import gemini  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import parse_bytes  # noqa: E402
 from gemini.memory.devices.cuda import CudaDevice  # noqa: E402
-from gemini.memory.devices.windows import PageWindow, StorageWindow  # noqa: E402
+from gemini.memory.devices.pages import PageWindow, StorageWindow  # noqa: E402
 from gemini.memory.movement.worker import JobThread  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
 from gemini.planning import working  # noqa: E402

@@ -19,7 +19,7 @@ from gemini import waiting
 from gemini.errors import GeminiError
 from gemini.memory.devices import device as devices
 from gemini.memory.devices.device import CpuDevice, Device, Event, make_device
-from gemini.memory.devices.windows import PageWindow, StorageWindow
+from gemini.memory.devices.pages import PageWindow, StorageWindow
 from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
 from tests.world import world_of

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gemini
 from gemini.errors import GeminiError
 from gemini.memory.devices.cuda import prefer_expandable_segments
-from gemini.memory.devices.windows import PageWindow
+from gemini.memory.devices.pages import PageWindow
 from gemini.planning.working import CUDA_WORKSPACES
 from gemini.testing.standin import StandinDevice
 from gemini.tiers import Tier

@@ -31,9 +31,8 @@ from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.interrupts import call_without_grad
 from gemini.memory.devices.cuda_windows import SMALL, CopyStreams, CudaEvent, CudaWindow, WindowMemory
 from gemini.memory.devices.device import Device, Event
-from gemini.memory.devices.pages import PAGE, host_bytes
+from gemini.memory.devices.pages import PAGE, Window, host_bytes
 from gemini.memory.devices.pinned import PinnedArena
-from gemini.memory.devices.windows import Window
 from gemini.memory.system import memory_nodes, node_of_pci
 from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
 from gemini.tiers import Tier

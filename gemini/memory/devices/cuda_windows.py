@@ -47,7 +47,7 @@ import torch
 from gemini import waiting
 from gemini.errors import GeminiError
 from gemini.memory.devices.device import Event
-from gemini.memory.devices.windows import StorageWindow
+from gemini.memory.devices.pages import StorageWindow
 from gemini.waiting import PROGRESS
 
 if TYPE_CHECKING:

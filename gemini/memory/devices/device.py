@@ -18,8 +18,7 @@ import torch
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE, call_without_grad
-from gemini.memory.devices.pages import can_move_pages, host_bytes
-from gemini.memory.devices.windows import FramePool, PageWindow, StorageWindow, Window
+from gemini.memory.devices.pages import FramePool, PageWindow, StorageWindow, Window, can_move_pages, host_bytes
 from gemini.tiers import Tier
 from gemini.waiting import PROGRESS, Latch, await_latch
 
