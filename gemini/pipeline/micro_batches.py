@@ -31,25 +31,30 @@ _OF_TRANSFORMERS = "make_inputs_require_grads"
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
-_FOUND = "_gemini_courses"
-"""Attribute of a model: its :class:`_Found`. Stages know the model, so whoever has them would keep it alive; their
-cycle goes with it.
+_SEEN = "_gemini_courses"
+"""Attribute of a model: its :class:`_Seen`. Stages know the model, so whoever has them would keep it alive; their cycle
+goes with it.
 """
-
-_STRAYED = "_gemini_strayed"
-"""Another: why a step went another way than was seen."""
 
 
 @dataclass
-class _Found:
-    """What was seen of a model in its settings (:func:`_settings`): the way of each kind of micro-batch through it, or
-    why it is not cut; and the stages, of the way that ``course`` says.
+class _Seen:
+    """What was seen of a model in its ``settings`` (:func:`_settings`): the way of each kind of micro-batch through it,
+    or why it is not cut; and the stages, of the way that ``course`` says.
     """
 
-    settings: Any
+    settings: Any = None
     courses: dict[Any, Course | str] = field(default_factory=dict)
     course: Any = None
     stages: list[Stage] | None = None
+    strayed: str = ""
+    """Why a step went another way than was seen."""
+    warned: str = ""
+    """Of what was warned last."""
+
+
+def _seen_of(model: nn.Module) -> _Seen:
+    return model.__dict__.setdefault(_SEEN, _Seen())  # type: ignore[no-any-return]
 
 
 def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], loss: Loss | None = None) -> torch.Tensor:
@@ -97,7 +102,7 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
             return breadth_first(model, stages, parts, partial(own_loss, stages[-1].loss_of), nullcontext)
         except Strayed as e:
             is_torn = e.has_begun or before != [*map(marks_of, model.modules())]
-            model.__dict__[_STRAYED] = str(e)
+            _seen_of(model).strayed = str(e)
             if is_torn:
                 raise GeminiError(
                     f"{e}. A part of the step is made: call zero_grad(), and train_step() again. From now on it "
@@ -196,24 +201,23 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
     """A stage for each block, or why depth first; that is warned of once."""
     if why := _why_not_now(model):
         return _warned(model, why)
-    settings = _settings(model, loss)
-    if _FOUND not in model.__dict__ or model.__dict__[_FOUND].settings != settings:
-        model.__dict__[_FOUND] = _Found(settings)
-    found: _Found = model.__dict__[_FOUND]
-    seen = found.courses
+    settings, seen = _settings(model, loss), _seen_of(model)
+    if seen.settings != settings:
+        seen.settings, seen.courses, seen.stages = settings, {}, None
+    courses: list[Any] = []
     for part in parts:
         kind = _kind(part)
-        if kind not in seen:
-            seen[kind] = _course_of(model, part, loss)
-        if isinstance(course := seen[kind], str):
+        if kind not in seen.courses:
+            seen.courses[kind] = _course_of(model, part, loss)
+        if isinstance(course := seen.courses[kind], str):
             return _warned(model, course)
-    courses: list[Any] = [seen[kind] for kind in dict.fromkeys(map(_kind, parts))]
-    if found.stages is None:
-        found.course = courses[0]
-        found.stages = [Stage(model, courses[0], number, number + 1) for number in range(len(courses[0].blocks))]
-    if any(getattr(found.course, name) != getattr(course, name) for course in courses for name in OF_STAGES):
+        courses.append(course)
+    if seen.stages is None:
+        seen.course = courses[0]
+        seen.stages = [Stage(model, courses[0], number, number + 1) for number in range(len(courses[0].blocks))]
+    if any(getattr(seen.course, name) != getattr(course, name) for course in courses for name in OF_STAGES):
         return _warned(model, "its micro-batches go different ways through it")
-    return found.stages
+    return seen.stages
 
 
 def _course_of(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> Course | str:
@@ -248,8 +252,8 @@ def _settings(model: nn.Module, loss: Loss | None) -> Any:
 
 def _why_not_now(model: Any) -> str | None:
     engine = model._gemini_engine
-    if _STRAYED in model.__dict__:
-        return str(model.__dict__[_STRAYED])
+    if why := _seen_of(model).strayed:
+        return why
     of_all = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
     if any(of_all) or torch_module._global_backward_hooks:
         return "the program has hooked all modules, of which there are others block by block"
@@ -285,8 +289,8 @@ def _why_not(model: nn.Module, course: Course) -> str | None:
 
 
 def _warned(model: nn.Module, why: str) -> str:
-    if model.__dict__.get("_gemini_depth_first") != why:
-        model.__dict__["_gemini_depth_first"] = why
+    if _seen_of(model).warned != why:
+        _seen_of(model).warned = why
         warnings.warn(
             f"train_step() computes micro-batches of this {type(model).__name__} one after another, which fetches its "
             f"weights for each: {why}",

@@ -26,6 +26,7 @@ from gemini.pipeline.micro_batches import breadth_first
 from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
 from gemini.planning.parallel import Blocks, balanced
 from gemini.planning.trace import MemoryTrace
+from gemini.ranks.agree import Attempt
 from gemini.ranks.group import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire, collectives_of
 from gemini.tracing.batches import batch_for
@@ -242,7 +243,12 @@ class Pipeline:
                 also if its values differ.
             RankLost: if another rank does not answer.
         """
-        parts = self._parts_of(batch)
+        ranks = self.model._gemini_engine.ranks
+        parts = list[dict[str, Any]]()
+        with Attempt(ValueError) as attempt:
+            parts = [sequence_batch(part, self._mesh) for part in micro_batches_of(batch, self._micro_batches)]
+        # Ranks that wait for each other's micro-batches in a schedule begin none that some of them cannot.
+        compare_batches(ranks.stages, batch, values=self._runner is None, refusal=attempt.refusal)
         # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
         # Planned over all micro-batches of a step, more was fetched (docs/decisions/2026-11-24-pipelines.md).
         self._backwards_left = len(parts) * len(self._stages)
@@ -250,25 +256,10 @@ class Pipeline:
             loss = self._over_ranks(parts)
         else:
             loss = breadth_first(self.model, self._stages, parts, self._share_of_output, self._in_backward).sum()
-        ranks = self.model._gemini_engine.ranks
         if ranks.context.size == 1:
             return loss
         of_parts = ranks.context.swap(Tag.VALUES, loss.float().cpu(), "the loss of the parts of sequences")
         return of_parts.mean().to(loss.device)  # type: ignore[no-any-return]
-
-    def _parts_of(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The micro-batches. Ranks that wait for each other's in a schedule begin none that some of them cannot."""
-        refusal, parts = None, list[dict[str, Any]]()
-        try:
-            parts = [sequence_batch(part, self._mesh) for part in micro_batches_of(batch, self._micro_batches)]
-        except ValueError as e:
-            refusal = e
-        if self._size > 1:
-            wire: Wire = self.model._gemini_engine.ranks.stages
-            compare_batches(wire, batch, values=self._runner is None, refusal=refusal)
-        elif refusal is not None:
-            raise refusal
-        return parts
 
     def _in_backward(self) -> AbstractContextManager[None]:
         """Around the backward of one micro-batch in one stage."""
@@ -426,9 +417,9 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
 
 def _example_for(model: Any) -> Mapping[str, Any]:
     config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        raise ValueError(
-            f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= batch, to "
-            "see how a forward runs through the model"
-        )
-    return batch_for(config, 1, 16, model_class=type(model))
+    if hasattr(config, "get_text_config"):
+        return batch_for(config, 1, 16, model_class=type(model))
+    raise ValueError(
+        f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= batch, to see "
+        "how a forward runs through the model"
+    )

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.ranks import launch
-from gemini.ranks.agree import Facts, agree, checksum_of
+from gemini.ranks.agree import checksum_of
 from gemini.ranks.process_groups import WaitingGroup, end_subgroup, make_subgroup, start_group
 from gemini.ranks.wire import Tag, Wire
 
@@ -223,15 +222,6 @@ class Ranks:
     def are_alone(self) -> bool:
         """Whether this process is all there is."""
         return self.job.size == 1
-
-    def check_same(self, of_job: Mapping[str, Any], of_params: Mapping[str, Any]) -> None:
-        """Compare facts (name to plain value) with the other ranks: those of the job, and those with the same params.
-
-        Raises:
-            RankMismatch: on every rank, naming the first fact that differs and both values.
-        """
-        for wire, facts in ((self.job, of_job), (self.everyone, of_params)):
-            agree(wire, "the comparison of ranks at the start", partial(Facts, facts), words="start")
 
     def refuse_one_folder(self, doing: str, folder: str) -> None:
         """Slices that the caller has cut are written into folders of their own; all ranks of the job come here.

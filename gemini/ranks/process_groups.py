@@ -127,21 +127,13 @@ class WaitingGroup:
         return self._group
 
     def wait_for_all(self, doing: str) -> None:
-        """Let one rank work on something long, while the others wait here.
-
-        Raises:
-            RankLost: if one does not come.
-        """
+        """Let one rank work on something long, while the others wait here. If one does not come, raises RankLost."""
         if self.group is not None:
             with guarded(doing):
                 dist.barrier(self.group)
 
     def exchange(self, value: T, doing: str) -> list[T]:
-        """Collect what every rank gives, in their order: plain values and tensors on the CPU.
-
-        Raises:
-            RankLost: if one does not come.
-        """
+        """Collect what every rank gives, in their order: plain values and tensors on the CPU; raises as the above."""
         if self.group is None:
             return [value]
         heard: list[Any] = [None] * len(self._ranks)

@@ -46,9 +46,6 @@ class Pending:
     def __init__(self, works: list[tuple[int, dist.Work]], who: Sequence[int], what: str):
         self._works, self._who, self._what = works, who, what
 
-    def __add__(self, other: Pending) -> Pending:
-        return Pending(self._works + other._works, self._who, self._what)
-
     def wait(self) -> None:
         """Block until everything was sent and received.
 
@@ -199,21 +196,15 @@ class Wire:
 
     def exchange_texts(self, text: str, what: str) -> list[str]:
         """Hear every rank's ``text``, in the order of ranks."""
-        # torch takes no empty buffer: an empty text goes as a blank.
-        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        # Rows of a swap are equally long: the sizes first, then the texts, padded.
-        sizes = self.swap(Tag.VALUES, torch.tensor([len(data)], device="cpu"), what).view(-1).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        padded[: len(data)] = data
-        rows = self.swap(Tag.VALUES, padded, what)
-        return [bytes(row[:size].tolist()).decode().strip() for row, size in zip(rows, sizes, strict=True)]
+        texts = [text] * self.size
+        if self.size > 1:
+            with guarded(what):
+                dist.all_gather_object(texts, text, group=self.group)
+        return texts
 
     def all_gather_by_library(self, tag: Tag, into: torch.Tensor, own: torch.Tensor, what: str) -> None:
         """``own`` of every rank, one behind the other, on the stream of the caller. ``own`` may be this rank's place in
-        ``into``.
-
-        Raises:
-            RankLost: if it fails; ``what`` says what it was for.
+        ``into``. A failure of ``what`` is a lost rank.
         """
         # torch 2.13 warns of the old names of this and the next, which 2.11 alone has.
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

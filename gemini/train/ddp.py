@@ -155,7 +155,7 @@ class GeminiDDP(nn.Module):
         """
         engine = engine_of(self)
         # Ranks keep their gradients whole inside; the state is what updates inside backward ask.
-        with engine.shards.without_reducing(), replaced(engine.state, "accumulating", True):
+        with engine.backward.sink.without_reducing(), replaced(engine.state, "accumulating", True):
             yield
 
     def micro_batch(self, call: Callable[[], T]) -> T:

@@ -27,7 +27,7 @@ from gemini.planning.plan import Plan
 from gemini.planning.planner import Planner, first_that_fits, pose_problem
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN
-from gemini.ranks.agree import checksum_of
+from gemini.ranks.agree import Facts, agree, checksum_of
 from gemini.ranks.group import Ranks
 from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
@@ -142,24 +142,25 @@ def prepare(
         f.name: getattr(config.memory, f.name) for f in fields(config.memory) if f.compare and f.name not in paths
     }
     settings = {name: _as_text(value) for name, value in vars(config).items() if name not in ("memory", "device")}
-    ranks.check_same(
-        {
-            "version of gemini": __version__,
-            "version of torch": str(torch.__version__),
-            "version of Python": ".".join(map(str, sys.version_info[:2])),
-            "config": settings,
-            "memory budget": {name: repr(size) for name, size in memory.items()},
-            **paths,
-            # Each rank has its own number of the device.
-            "device": str(config.device).partition(":")[0],
-        },
-        {
-            "model": type(structure.model).__name__,
-            "set of params": params,
-            "state of the optimizer": states,
-            "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
-        },
-    )
+    of_job = {
+        "version of gemini": __version__,
+        "version of torch": str(torch.__version__),
+        "version of Python": ".".join(map(str, sys.version_info[:2])),
+        "config": settings,
+        "memory budget": {name: repr(size) for name, size in memory.items()},
+        **paths,
+        # Each rank has its own number of the device.
+        "device": str(config.device).partition(":")[0],
+    }
+    of_params = {
+        "model": type(structure.model).__name__,
+        "set of params": params,
+        "state of the optimizer": states,
+        "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
+    }
+    doing = "the comparison of ranks at the start"
+    agree(ranks.job, doing, lambda: Facts(of_job), words="start")
+    agree(ranks.everyone, doing, lambda: Facts(of_params), words="start")
     if not filled:
         return
     # Ranks with other experts have other values for them: those are taken from the first with the same ones.

@@ -26,7 +26,9 @@ STREAM = "collectives"
 
 
 class Arrival(Event):
-    """The end of messages on the wire. Who waits first looks after them; any thread may."""
+    """The end of messages on the wire. Who waits first looks after them; any thread may. How long that takes is the
+    process group's; if a rank does not answer, it ends as RankLost.
+    """
 
     what = "an all-gather"
 
@@ -36,11 +38,6 @@ class Arrival(Event):
         self._turn = threading.Lock()
 
     def wait(self) -> None:
-        """Block until the weights are there; how long that may take is the process group's.
-
-        Raises:
-            RankLost: if a rank does not answer.
-        """
         # Two threads may want the same weights: the second one finds them there, or the same error.
         with self._turn:
             if not self.is_complete():
@@ -74,12 +71,12 @@ class Channel:
 
     def fetch(self, chunk: Chunk) -> Event:
         """Bring this rank's shard of a chunk into its window, for :meth:`gather` and :meth:`launch_gather`."""
-        fetched = self._fetch(chunk)
-        fetched.wait()  # the wire reads it on the host
+        fetched = self.mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
+        self._await(fetched)
         return fetched
 
-    def _fetch(self, chunk: Chunk) -> Event:
-        return self.mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
+    def _await(self, fetched: Event) -> None:
+        fetched.wait()  # the wire reads it on the host
 
     def fetch_ahead(self, chunk: Chunk) -> Event:
         """Begin :meth:`fetch` ahead of its use: the event after which the shard may be read there."""
@@ -87,16 +84,13 @@ class Channel:
 
     def gather(self, chunk: Chunk) -> None:
         """Fill the window of a chunk with the shards of all ranks, all of which gather it now."""
-        with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
-            self._begin(chunk).wait()
+        with torch.profiler.record_function("gemini::all_gather"), self.during(Track.GATHER, chunk):
+            self.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}").wait()
 
     def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
         """Begin to fill the window of a chunk when ``ready`` is complete; the end of that. Called by the launcher."""
-        with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
-            return Arrival(self._begin(chunk))
-
-    def _begin(self, chunk: Chunk) -> Pending:
-        return self.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
+        with torch.profiler.record_function("gemini::all_gather"), self.during(Track.GATHER, chunk):
+            return Arrival(self.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}"))
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -123,15 +117,8 @@ class Channel:
 
     # ---- both ---------------------------------------------------------------------------------------------------
 
-    def gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
-        """Note a time in which weights travel."""
-        return self._travelling(Track.GATHER, chunk)
-
-    def reducing(self, chunk: Chunk) -> AbstractContextManager[None]:
-        """Note a time in which gradients travel."""
-        return self._travelling(Track.REDUCE, chunk)
-
-    def _travelling(self, track: Track, chunk: Chunk) -> AbstractContextManager[None]:
+    def during(self, track: Track, chunk: Chunk) -> AbstractContextManager[None]:
+        """Note a time in which weights or gradients travel."""
         index = chunk.spec.index
         return self.mover.about(track.value, f"{track.value} chunk {index}", index, track=track)
 
@@ -145,19 +132,17 @@ class LibraryChannel(Channel):
 
     needs_all = True
 
-    def fetch(self, chunk: Chunk) -> Event:
-        fetched = self._fetch(chunk)
+    def _await(self, fetched: Event) -> None:
         # The collective comes behind the copy on the stream: the host need not wait for it.
         fetched.wait_on_device()
-        return fetched
 
     def fetch_ahead(self, chunk: Chunk) -> Event:
-        fetched = self._fetch(chunk)
+        fetched = self.mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
         # A cast on the computing stream fills the window: the launcher has a stream of its own and must follow it.
         return AllOf([fetched, self.device.mark()]) if self.mover.computes(chunk) else fetched
 
     def gather(self, chunk: Chunk) -> None:
-        with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
+        with torch.profiler.record_function("gemini::all_gather"), self.during(Track.GATHER, chunk):
             what = f"the all-gather of {chunk.name}"
             self.wire.all_gather_by_library(Tag.WEIGHTS, chunk.flat, self._section(chunk.flat), what)
 
@@ -170,7 +155,7 @@ class LibraryChannel(Channel):
     def _reduce(self, chunk: Chunk, whole: torch.Tensor) -> None:
         """The sum stands in this rank's section of the whole gradient."""
         what = f"the reduce-scatter of {chunk.name}"
-        with self.reducing(chunk):
+        with self.during(Track.REDUCE, chunk):
             self.wire.reduce_scatter_by_library(Tag.GRADIENTS, self._section(whole), whole, what)
 
     def sums(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -94,10 +93,6 @@ class Company:
 
     def end_step(self) -> None:
         """Note that an optimizer step is over."""
-
-    def without_reducing(self) -> AbstractContextManager[None]:
-        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
-        return nullcontext()
 
     def close(self) -> None:
         """End what goes on for the model, which ends."""

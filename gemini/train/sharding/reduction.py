@@ -376,7 +376,7 @@ class Reduction(GradientSink):
         for handle in landing.handles:
             self.gradients.apply_clip(handle)
             handle.norm_sums = []
-        with self._channel.reducing(chunk):
+        with self._channel.during(Track.REDUCE, chunk):
             for piece in self._channel.sums(chunk, landing.flat, landing.senders, is_launched=is_launched):
                 # After a failure the rest is taken all the same: the others must get what they wait for.
                 if failure is None:
@@ -408,7 +408,7 @@ class Reduction(GradientSink):
         for handle in handles:
             self.gradients.apply_clip(handle)
             handle.norm_sums = None
-        with self._channel.reducing(chunk):
+        with self._channel.during(Track.REDUCE, chunk):
             for start, stop, total in self._channel.sums(chunk, flat, senders):
                 section[start:stop].copy_(total)
         self.replicas.sum_now(chunk, section, handles, self._planned())
@@ -503,7 +503,6 @@ class Reduction(GradientSink):
 
     @contextmanager
     def without_reducing(self) -> Iterator[None]:
-        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
         before, self.reduces = self.reduces, False
         try:
             yield

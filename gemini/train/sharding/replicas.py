@@ -26,7 +26,7 @@ import torch
 from gemini import kernels
 from gemini.errors import RankMismatch
 from gemini.interrupts import WHOLE
-from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.devices.device import DONE
 from gemini.memory.movement.mover import Working, tiles
 from gemini.memory.movement.worker import Job
@@ -193,7 +193,8 @@ class ReplicaSums:
         # Before it is cleared by the end of the order: it may be the usual one of the next backward.
         landed = tuple(self._landed)
         self._finish()
-        said = zlib.crc32(json.dumps(landed).encode()) << 1 | any(map(self._is_own, self._by_chunk))
+        standings = set(map(self._standing_of, self._by_chunk))
+        said = zlib.crc32(json.dumps(landed).encode()) << 1 | bool(standings & {_Standing.OWN, _Standing.REOPENED})
         heard = {number for row in self._shards.meet_replicas(Point.END_BACKWARD, [said]) for number in row}
         if any(number & 1 for number in heard):
             self.sum_all()
@@ -273,9 +274,6 @@ class ReplicaSums:
             return _Standing.NONE
         return self._standing.get(index, _Standing.OWN)
 
-    def _is_own(self, index: int) -> bool:
-        return self._standing_of(index) in (_Standing.OWN, _Standing.REOPENED)
-
     # ---- values -------------------------------------------------------------------------------------------------
 
     def _add_up(self, chunk: Chunk, absent: Sequence[ParamHandle]) -> None:
@@ -291,17 +289,13 @@ class ReplicaSums:
             across.all_reduce(Tag.REPLICAS, tile, scratch, f"the all-reduce of {chunk.name}")
             if is_staged:
                 self._mover.store(plane, start, stop, tile)
-            if GRAD_ERROR in chunk.planes:  # of this replica's part
-                error = chunk.planes[GRAD_ERROR]
-                lost, is_staged = self._mover.host_tile(2, error, start, stop)
-                # The error of rounding was of this replica's part, which is in the sum now.
-                lost.zero_()
-                if is_staged:
-                    self._mover.store(error, start, stop, lost)
             for handle in handles:
                 first, last = max(handle.part.start, start), min(handle.part.stop, stop)
                 if first < last:
                     sums[handle.name] += kernels.sum_squares(tile[first - start : last - start])
+        if GRAD_ERROR in chunk.planes:
+            # The error of rounding was of this replica's part, which is in the sum now.
+            self._clear(chunk.planes[GRAD_ERROR])
         for handle in handles:
             handle.norm_sums = sums[handle.name]
 
@@ -309,9 +303,10 @@ class ReplicaSums:
         """Let the first replica keep the sum, and the others begin anew from zeros."""
         self._standing[chunk.spec.index] = _Standing.REOPENED
         # One of them must keep what all have, or the next sum would lose it.
-        if self._wires[chunk.spec.index].rank == 0:
-            return
-        plane = chunk.planes[GRAD]
+        if self._wires[chunk.spec.index].rank != 0:
+            self._clear(chunk.planes[GRAD])
+
+    def _clear(self, plane: Plane) -> None:
         for start, stop in tiles(0, plane.numel, self._mover.tile):
             tile, is_staged = self._mover.host_tile(1, plane, start, stop)
             tile.zero_()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -57,32 +56,22 @@ class Launch(Event):
 
     what = "a collective"
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job):
         super().__init__()
-        self.job: Job | None = None
+        self.job = job
+        """Over when it is under way; with Parted if it never is, with RankLost if a rank does not answer."""
         self.end: Event = DONE
         """Once it is launched."""
 
-    def await_launch(self) -> None:
-        """Block until it is under way; how long that may take is the process group's.
-
-        Raises:
-            Parted: if it never is.
-            RankLost: if a rank does not answer.
-        """
-        assert self.job is not None
-        self.job.wait()
-
     def is_complete(self) -> bool:
-        assert self.job is not None
         return self.job.is_complete() and (self.job.error is not None or self.end.is_complete())
 
     def wait(self) -> None:
-        self.await_launch()
+        self.job.wait()
         self.end.wait()
 
     def wait_on_device(self) -> None:
-        self.await_launch()
+        self.job.wait()
         self.end.wait_on_device()
 
 
@@ -147,20 +136,15 @@ class ScriptedStep:
                 self.part()
                 return None
             ready = self._channel.device.mark() if again else self._channel.fetch_ahead(chunk)
-            launch = Launch()
-
-            def run() -> None:
-                self._hear(_TAKES_PART, f"the all-gather of {chunk.name}")
-                with self._launching():
-                    launch.end = self._channel.launch_gather(chunk, ready)
-
+            begin = partial(self._channel.launch_gather, chunk, ready)
+            place = number + self.script.reductions_before_gather(number)
             # Counted only behind the offer: who fails before it has taken no part, and the others hear that it parts.
-            launch.job = self._offer(number + self.script.reductions_before_gather(number), run)
+            launch = self._offer(place, _TAKES_PART, f"the all-gather of {chunk.name}", begin)
             self._gathered += 1
         if not self._channel.mover.in_worker:
             try:
                 # If nothing comes of it the caller asks the others itself, and they wait for that now.
-                launch.await_launch()
+                launch.job.wait()
             except Parted:
                 return None
         return launch
@@ -181,16 +165,11 @@ class ScriptedStep:
             add_up: called on a worker if none has parted.
             launch: lets it begin, before ``add_up``; the end of that.
         """
-        number, launched, device = len(self._jobs), Launch(), self._channel.device
-
-        def run() -> None:
-            self._hear(brings, "the beginning of a reduction")
-            with self._launching():
-                launched.end = launch()
+        number, device = len(self._jobs), self._channel.device
 
         def land() -> None:
-            offered.wait_until_over()
-            if isinstance(offered.error, Parted):
+            launched.job.wait_until_over()
+            if isinstance(launched.job.error, Parted):
                 return
             launched.wait()
             with device.beside(_STREAM):
@@ -199,7 +178,8 @@ class ScriptedStep:
             landed.wait()
 
         with WHOLE:
-            launched.job = offered = self._offer(number + self.script.gathers_before[number], run)
+            place = number + self.script.gathers_before[number]
+            launched = self._offer(place, brings, "the beginning of a reduction", launch)
             # Both or neither: an interrupt in between would leave a launch that nobody lands. The worker takes one
             # after the other, in the order of the script.
             job = self._landing.submit(land, number)
@@ -214,15 +194,24 @@ class ScriptedStep:
 
     # ---- order --------------------------------------------------------------------------------------------------
 
-    def _offer(self, place: int, run: Callable[[], None]) -> Job:
-        """Offer a collective for its place in the order. Called by any thread."""
-        job = Job(place)
-        job.run = run
+    def _offer(self, place: int, says: int, what: str, begin: Callable[[], Event]) -> Launch:
+        """Offer a collective for its place in the order; this rank ``says`` a number for it. Called by any thread."""
+        launch = Launch(Job(place))
+
+        def run() -> None:
+            self._hear(says, what)
+            try:
+                launch.end = begin()
+            except BaseException:  # what others have launched here does not end; nothing more is begun
+                self.is_parted = True
+                raise
+
+        launch.job.run = run
         with WHOLE, self._order:
-            self._launches.append(job)
-            self._offered[place] = job
+            self._launches.append(launch.job)
+            self._offered[place] = launch.job
             self._give()
-        return job
+        return launch
 
     def _give(self) -> None:
         """Give the launcher what is at the next places; all that was offered, if this rank leaves. Needs ``_order``."""
@@ -233,15 +222,6 @@ class ScriptedStep:
         # Behind the place where this rank leaves all end as parted, so that no thread waits for them.
         for place in sorted(self._offered) if self._leaves else ():
             self._launcher.put(self._offered.pop(place))
-
-    @contextmanager
-    def _launching(self) -> Iterator[None]:
-        """Around the launch of a collective, on the launcher's thread: a failure ends the script there."""
-        try:
-            yield
-        except BaseException:  # what others have launched here does not end; nothing more is begun
-            self.is_parted = True
-            raise
 
     def _hear(self, says: int, what: str) -> None:
         """Hear before a collective that all ranks say the same. Runs on the launcher's thread.

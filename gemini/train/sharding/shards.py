@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +25,7 @@ from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
+from gemini.planning.timeline import Track
 from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks.agreement import SERVED, Point, Request, choose, mismatch
 from gemini.ranks.group import Ranks
@@ -107,10 +107,6 @@ class Shards(Company):
         for lane in (*(self._lanes or ()), *(self.replica_lanes or ())):
             lane.close()
 
-    def without_reducing(self) -> AbstractContextManager[None]:
-        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
-        return self.reducing.without_reducing()
-
     def end_step(self) -> None:
         """Count an optimizer step: what was sent since the last one is what the report shows."""
         self._num_steps += 1
@@ -171,7 +167,7 @@ class Shards(Company):
             arrival = step.gather(chunk, again=True)
             if arrival is None:
                 return
-            with self.channel.gathering(chunk):
+            with self.channel.during(Track.GATHER, chunk):
                 arrival.wait_on_device()
 
     def finish(self, *, at_end: bool = False) -> bool:
@@ -331,7 +327,7 @@ class Shards(Company):
                 room = self.scratch.view(dtype)[: (stop - start) * len(wire.peers)].view(-1, stop - start)
                 received = dict(zip(wire.peers, room, strict=True))
             outgoing = {receiver: own for receiver in receivers if receiver != wire.rank}
-            with self.channel.gathering(chunk):
+            with self.channel.during(Track.GATHER, chunk):
                 wire.start(Tag.WEIGHTS, outgoing, received, what).wait()
             for rank, part in [*received.items(), *([(wire.rank, own)] if taking else [])]:
                 into = chunk.flat[rank * shard + start : rank * shard + stop]

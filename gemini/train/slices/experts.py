@@ -81,11 +81,7 @@ class ExpertExchange:
         return words + (" (without gradients)" if has_no_gradients and point < COMBINE_BACKWARD else "")
 
     def swap_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """``sent[i]`` of the rows in turn go to rank i; of the result ``received[i]`` in turn come from there.
-
-        Raises:
-            RankLost: if another rank does not answer.
-        """
+        """As :meth:`Wire.all_to_all`."""
         return self._wire.all_to_all(Tag.EXPERTS, rows, sent, received, _WHAT)
 
 
@@ -119,16 +115,9 @@ def dispatched_forward(
     """``forward`` of a module that has some of the experts of its layer; a method.
 
     Args:
-        hidden_states: of this rank's tokens, (tokens, hidden size).
+        hidden_states: of this rank's tokens, (tokens, hidden size). What all experts make of them is the result.
         top_k_index: the experts of each token by their numbers in the whole layer, (tokens, k).
         top_k_weights: what each of these counts, (tokens, k).
-
-    Returns:
-        what all experts make of this rank's tokens, (tokens, hidden size).
-
-    Raises:
-        RankMismatch: if a rank with other experts stands elsewhere.
-        RankLost: if it does not come at all.
     """
     exchange: ExpertExchange
     exchange, layer = self.__dict__["_gemini_experts"]
@@ -166,11 +155,7 @@ _MODULES, _PARAMS = "ep_dispatch_experts", "grouped_gemm"
 
 
 class SpreadExperts(WholeParams):
-    """A model that has some of its experts.
-
-    Attributes:
-        params: by every name of a param that is cut, which slice of it is here.
-    """
+    """A model that has some of its experts, by the names of the ``modules`` that have them."""
 
     def __init__(self, modules: list[str]):
         super().__init__()

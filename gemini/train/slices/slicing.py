@@ -65,9 +65,7 @@ def sizes_that_divide(number: int) -> str:
 
 
 class SlicePlan(NamedTuple):
-    """``styles``: ends of the names of modules to styles. ``counts``: ends of those whose attributes count heads or
-    columns of this slice, to these attributes.
-    """
+    """By the ends of names of modules their styles, and the attributes that count heads or columns of this slice."""
 
     styles: Mapping[str, str]
     counts: Mapping[str, tuple[str, ...]] = {}
@@ -186,12 +184,7 @@ STANDS_IN = "_gemini_stands_in"
 
 
 class SlicedModel(WholeParams):
-    """A model whose params are slices.
-
-    Attributes:
-        slices: the ranks that have the others.
-        params: by every name of a param that is cut, which slice of it is here.
-    """
+    """A model whose params are slices; ``slices``: the ranks that have the others."""
 
     def __init__(self, slices: Slices, styles: Mapping[str, str], counts: Mapping[str, tuple[str, ...]]):
         super().__init__()
@@ -275,11 +268,8 @@ def cut_whole(
 
 
 def imagine_slices(model: nn.Module, size: int, sent: Counter[str]) -> None:
-    """Let a model without values compute the first of ``size`` slices, to be traced; ``sent``: see
-    :class:`~gemini.train.slices.styles.ImaginedSlices`.
-
-    Raises:
-        ValueError: as :func:`slice_tensors`.
+    """Let a model without values compute the first of ``size`` slices, to be traced (:class:`ImaginedSlices`). Raises
+    as :func:`slice_tensors`.
     """
     sliced = _cut_params(model, ImaginedSlices(size, sent))
     sliced.keep()
@@ -318,11 +308,7 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
 def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel | None:
     """Cut a model that is to be managed over ``mesh``: None if it has been cut by hand, or need not be cut.
 
-    Args:
-        is_filled: it has its values; else it is whole, and the same on every rank.
-
-    Raises:
-        ValueError: as :func:`slice_tensors`; and for a model in slices with a mesh that has none.
+    ``is_filled``: it has its values; else it is whole, and the same on every rank. Raises as :func:`slice_tensors`.
     """
     size = 1 if mesh is None else size_of(mesh, "tp")
     found = sliced_in(model)

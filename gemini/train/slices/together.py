@@ -31,9 +31,6 @@ from gemini.train.params.handle import ParamHandle
 def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_stages: bool) -> None:
     """Refuse settings under which slices would not compute what the whole model does. ``in_stages``: the model is that
     of a :class:`gemini.Pipeline` over ranks.
-
-    Raises:
-        ValueError: naming the remedy.
     """
     dim = "tp" if ranks.experts.size == 1 else "ep"
     if config.gradients == "transient" and ranks.experts.size == 1:
@@ -89,29 +86,22 @@ class OtherSlices:
         totals: list[float | None] = []
         for handle, row in zip(handles, rows, strict=True):
             # On all ranks the same rows, so that all of them raise or none.
-            missing = [total == _NONE for total in row]
-            if any(missing) and not all(missing):
-                ranks = [
-                    [self._wire.global_ranks[i] for i, gone in enumerate(missing) if gone is which]
-                    for which in (False, True)
-                ]
+            missing = [rank for rank, total in zip(self._wire.global_ranks, row, strict=True) if total == _NONE]
+            there = [rank for rank in self._wire.global_ranks if rank not in missing]
+            if missing and there:
                 raise RankMismatch(
-                    f"{handle.name!r} has a gradient on ranks {ranks[0]} and none on ranks {ranks[1]}, which have "
+                    f"{handle.name!r} has a gradient on ranks {there} and none on ranks {missing}, which have "
                     "other slices of the model (tp, ep): all of them must run the same forward and backward. No weight "
                     "was changed"
                 )
             # A param that all have has the same gradient everywhere; one that is not finite anywhere must be found by
             # all.
             is_sum = handle.cut is not None or not all(map(math.isfinite, row))
-            totals.append(None if all(missing) else sum(row) if is_sum else row[0])
+            totals.append(None if missing else sum(row) if is_sum else row[0])
         return totals
 
     def compare(self, facts: Facts) -> None:
-        """Compare these facts of a step among ranks with slices of the same params, which are about to make it.
-
-        Raises:
-            RankMismatch: on every rank, naming the first fact that differs; no weight was changed.
-        """
+        """Compare these facts of a step among ranks with slices of the same params, which are about to make it."""
         agree(self._wire, "optimizer.step()", lambda: facts)
 
     def join(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
@@ -121,10 +111,7 @@ class OtherSlices:
 
 
 def compare_first_batch(model: nn.Module, wire: Wire) -> RemovableHandle:
-    """Compare what the first forward with gradients is given, by checksums, among the ranks of ``wire`` (``tp``).
-
-    The forward raises RankMismatch, on every rank and naming the argument, if they differ.
-    """
+    """Compare what the first forward with gradients is given, by checksums, among the ranks of ``wire`` (``tp``)."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
@@ -138,7 +125,9 @@ def compare_first_batch(model: nn.Module, wire: Wire) -> RemovableHandle:
     return handle
 
 
-def compare_batches(wire: Wire, named: Mapping[str, Any], *, values: bool, refusal: Exception | None = None) -> None:
+def compare_batches(
+    wire: Wire, named: Mapping[str, Any], *, values: bool, refusal: BaseException | None = None
+) -> None:
     """Compare the tensors of a batch among the ranks of ``wire``, which differ in ``tp`` or ``pp`` alone: by shapes and
     dtypes, and with ``values`` by checksums. ``refusal``: why this rank cannot compute with its own.
 
@@ -146,14 +135,13 @@ def compare_batches(wire: Wire, named: Mapping[str, Any], *, values: bool, refus
         RankMismatch: on every rank, if they differ; if another rank refuses its batch, on those that do not.
     """
 
+    def said(tensor: torch.Tensor) -> str:
+        form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        return f"{form} checksum {checksum_of(tensor):08x}" if values else form
+
     def facts() -> Facts:
-        said = {name: [_said(tensor, values) for tensor in iter_tensors(value)] for name, value in named.items()}
-        return Facts({name: sums for name, sums in said.items() if sums})
+        of_all = {name: list(map(said, iter_tensors(value))) for name, value in named.items()}
+        return Facts({name: tensors for name, tensors in of_all.items() if tensors})
 
     doing = "the first batch" if values else "the batch"
     agree(wire, doing, facts, refusal, words="batch")
-
-
-def _said(tensor: torch.Tensor, values: bool) -> str:
-    said = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    return f"{said} checksum {checksum_of(tensor):08x}" if values else said

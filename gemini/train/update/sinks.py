@@ -9,6 +9,7 @@ them first (:mod:`gemini.train.sharding.reduction`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -125,6 +126,10 @@ class GradientSink:
 
     def discard(self, handles: Sequence[ParamHandle]) -> None:
         """``zero_grad``: forget what is not in planes yet."""
+
+    def without_reducing(self) -> AbstractContextManager[None]:
+        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
+        return nullcontext()
 
     # ---- inside backward ----------------------------------------------------------------------------------------
 
