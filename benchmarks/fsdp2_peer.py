@@ -149,16 +149,16 @@ def time_parts(one: Callable[[], Any], barrier: Callable[[], Any], steps: int) -
     from gemini.memory.movement.manager import Manager
     from gemini.memory.movement.mover import Mover
     from gemini.ranks import wire
-    from gemini.ranks.agreement import Agreement
     from gemini.train.gradients.store import GradientStore
     from gemini.train.passes.stepping import Stepping
     from gemini.train.sharding.channel import Channel
     from gemini.train.sharding.reduction import Reduction
+    from gemini.train.sharding.shards import Shards
     from gemini.train.update.updates import Updates
 
     places: list[tuple[Any, str, str]] = [
         (Channel, "gather", "all_gather: starting"), (Mover, "fetch", "all_gather: own shard"),
-        (wire.Pending, "wait", WAITING), (Agreement, "_exchange", "agreement: starting"),
+        (wire.Pending, "wait", WAITING), (Shards, "_exchange", "agreement: starting"),
         (Reduction, "take", "gradients into their chunk, scaled"), (Reduction, "reduce", "reduce_scatter: starting"),
         (wire, "add_up", "reduce_scatter: adding up"), (GradientStore, "land_piece", "landing, with the norm"),
         (Reduction, "settle", "norms: starting"), (Manager, "populate", "memory for windows and gradients"),

@@ -22,8 +22,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import StorageError
 from gemini.optim.elementwise import PlainSGDRule, SGDRule
 from gemini.patches import replaced
-from gemini.ranks.agree import Attempt
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Attempt, Point
 from gemini.ranks.wire import collectives_of
 from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint

@@ -22,8 +22,7 @@ import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
-from gemini.ranks.agree import Attempt
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Attempt, Point
 from gemini.train.checkpoint import torch_file
 from gemini.train.checkpoint.torch_file import promised_model_state, promised_optimizer_state
 from gemini.train.ddp import GeminiDDP

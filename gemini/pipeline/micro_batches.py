@@ -19,8 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_module
 
 from gemini.errors import GeminiError
-from gemini.pipeline.course import OF_STAGES, Course, course_of, on_meta
-from gemini.pipeline.flow import is_in
+from gemini.pipeline.course import OF_STAGES, Course, course_of, is_in, on_meta
 from gemini.pipeline.stages import Stage, Strayed
 from gemini.tracing.ahead import loss_of as loss_in
 from gemini.train.params.handle import original_class, stepping_in_backward

@@ -1,7 +1,7 @@
 """Stages: a model of which only some modules run, the others being stood in for.
 
 Whatever is computed from a stand-in's values is one, and nothing that counts may be. How a forward runs through a model
-was seen once, on one micro-batch without values (:mod:`gemini.pipeline.flow`). Another micro-batch, a switch in a
+was seen once, on one micro-batch without values (:mod:`gemini.pipeline.course`). Another micro-batch, a switch in a
 closure or a value may lead another way. So a stage looks at what it gives: a result that one of these went into is
 refused.
 """
@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
-from gemini.pipeline.course import LABELS, Course
-from gemini.pipeline.flow import is_in
+from gemini.pipeline.course import LABELS, Course, is_in
 from gemini.tracing.ahead import loss_of
 from gemini.train.params.handle import StageParam
 

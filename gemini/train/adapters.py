@@ -16,15 +16,14 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import call_without_grad
-from gemini.ranks.agree import Attempt
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Attempt, Point
 from gemini.train.engine import engine_of
 from gemini.train.modules.codes import first_coded
 from gemini.train.modules.reading import Structure, is_a, is_tuner_layer
 from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import handle_of, handles_of
 from gemini.train.params.state_dict import own_state
-from gemini.train.sharding.company import Company
+from gemini.train.sharding.shards import Company
 from gemini.train.wrap import unmanage
 
 

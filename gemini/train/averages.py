@@ -17,8 +17,7 @@ from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.optim.average import EMA as PLANE
 from gemini.optim.average import AveragedRule
-from gemini.ranks.agree import Attempt, Facts
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Attempt, Facts, Point
 from gemini.train.engine import Engine
 from gemini.train.params.handle import ParamHandle
 from gemini.train.step import run_alone

@@ -49,9 +49,8 @@ from gemini.train.passes.stepping import Stepping
 from gemini.train.setup.adoption import Adoption, TrainedParams, take_apart
 from gemini.train.setup.build import Built, build
 from gemini.train.setup.problem import prepare, reduce_dtype
-from gemini.train.sharding.company import Company
 from gemini.train.sharding.reduction import Reduction
-from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.shards import Company, Shards
 from gemini.train.slices.together import OtherSlices, refuse_unsuited
 from gemini.train.step import StepState, alone
 from gemini.train.update.sinks import GradientSink

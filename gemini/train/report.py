@@ -15,7 +15,7 @@ from gemini.planning.planes import GRADS
 from gemini.planning.timeline import Track, human_seconds
 from gemini.planning.token_tiles import tile_words
 from gemini.tiers import Tier
-from gemini.train.sharding.company import Company
+from gemini.train.sharding.shards import Company
 from gemini.train.update.guess import GuessRecord
 
 _FOR_RANKS = ("other ranks", Track.GATHER.value, Track.REDUCE.value)

@@ -20,7 +20,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Point
 from gemini.ranks.group import Ranks
 from gemini.sharing import joining
 from gemini.train.checkpoint.saver import pending_in

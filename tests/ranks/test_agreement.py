@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import gemini
-from gemini.ranks.agree import Handshake
-from gemini.ranks.agreement import Point, Request, choose
+from gemini.ranks.agree import Handshake, Point, Request, choose
 from tests.ranks.pool import Pools
 
 GATHER, READ, REDUCE, END, SYNC_GRADS, SAVE, BEGIN = (

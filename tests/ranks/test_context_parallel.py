@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
-from gemini.ranks.agreement import Point, Request, choose
+from gemini.ranks.agree import Point, Request, choose
 from gemini.train.context.parallel import part_of
 from tests.ranks.context_cases import FAMILIES, Case, Result, alone, batch, differences, make, step
 from tests.ranks.pool import Pools, failures

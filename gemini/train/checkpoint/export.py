@@ -24,8 +24,7 @@ from torch import nn
 
 from gemini.errors import StorageError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane
-from gemini.ranks.agree import Attempt
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Attempt, Point
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag
 from gemini.train.engine import Engine

@@ -21,8 +21,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.durable.folder import is_store, reading
 from gemini.planning.planes import ADAM
-from gemini.ranks.agree import Attempt, Handshake
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Attempt, Handshake, Point
 from gemini.replacing import find, place_of
 from gemini.train.checkpoint.durable import StoreHome, open_store
 from gemini.train.checkpoint.format import (

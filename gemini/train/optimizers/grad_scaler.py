@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from gemini.errors import RankMismatch
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Point
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaling import Scale, ScaleLoss, Scaling, scaler_steps
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import handle_of, handles_of, params_of
 from gemini.train.params.owner import owner_of
-from gemini.train.sharding.company import Company
+from gemini.train.sharding.shards import Company
 
 
 class GradScaler(torch.amp.GradScaler):

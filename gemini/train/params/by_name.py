@@ -22,8 +22,7 @@ from gemini.memory.chunks.chunk import Chunk, Parts, Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
-from gemini.ranks.agree import value_facts
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Point, value_facts
 from gemini.train.observers import WriteObservers, without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 from gemini.train.step import StepState, alone
@@ -34,7 +33,7 @@ class ByName:
 
     Args:
         observers: told of every write.
-        company: who shares the model, a :class:`gemini.train.sharding.company.Company`.
+        company: who shares the model, a :class:`gemini.train.sharding.shards.Company`.
         slices: of a model in slices the :class:`gemini.train.slices.together.OtherSlices`, else None.
     """
 

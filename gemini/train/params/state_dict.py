@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from gemini.interrupts import WHOLE
-from gemini.ranks.agree import Attempt, Facts, value_facts
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Attempt, Facts, Point, value_facts
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of, original_class
 

@@ -17,8 +17,7 @@ import torch
 
 from gemini.interrupts import WHOLE, call_without_grad, yield_without_grad
 from gemini.memory.chunks.chunk import Chunk
-from gemini.ranks.agree import value_facts
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Point, value_facts
 from gemini.train.observers import WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import take_in, undo_writes

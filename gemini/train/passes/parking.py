@@ -22,8 +22,7 @@ from gemini.memory.movement.mover import Working
 from gemini.memory.watching import Moved
 from gemini.planning.placement import Problem
 from gemini.planning.planes import WEIGHTS, PlaneKind, PlaneSpec
-from gemini.ranks.agree import Attempt, Facts
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Attempt, Facts, Point
 from gemini.tiers import FILED, Tier
 from gemini.train.gradients.store import HOLDER
 from gemini.train.params.by_name import copy_plane

@@ -16,7 +16,7 @@ from gemini.train.observers import Observers, WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import ParamSet
-from gemini.train.sharding.company import Company
+from gemini.train.sharding.shards import Company
 from gemini.train.slices.together import OtherSlices
 from gemini.train.step import StepState
 from gemini.train.update.sinks import GradientSink

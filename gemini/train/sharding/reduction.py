@@ -27,7 +27,7 @@ from gemini.memory.movement.transfers import Lane
 from gemini.memory.movement.worker import Job
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
-from gemini.ranks.agreement import Point, Request
+from gemini.ranks.agree import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.homes import adds_up
 from gemini.train.params.handle import Leftover, ParamHandle, Stepper, stepping_in_backward

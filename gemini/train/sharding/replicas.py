@@ -33,8 +33,7 @@ from gemini.memory.movement.worker import Job
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR
 from gemini.planning.script import Reduce, Script
-from gemini.ranks.agree import Facts, agree
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Facts, Point, agree
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.params.handle import ParamHandle
 from gemini.train.sharding.channel import Channel

@@ -4,15 +4,18 @@
     read     a param's values by name, to those ranks that ask
 
 and gradients in ``gemini.train.sharding.reduction``. What is in flight is in the ledger: windows while they are filled,
-whole gradients as "gradients in flight", pieces on the wire as "exchange". A rank alone has no ``Shards``
-(:class:`gemini.train.sharding.company.Company`): none of this runs.
+whole gradients as "gradients in flight", pieces on the wire as "exchange". A rank that shares its
+params with none has a :class:`Company` in their place, which answers every call with nothing, so that nobody asks
+whether there are others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,21 +23,20 @@ import torch
 from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
-from gemini.memory.movement.mover import tiles
+from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Track
 from gemini.planning.working import replica_scratch_bytes
-from gemini.ranks.agreement import SERVED, Point, Request, choose, mismatch
+from gemini.ranks.agree import SERVED, Facts, Point, Request, agree, choose, mismatch, tell
 from gemini.ranks.group import Ranks
-from gemini.ranks.wire import Tag
+from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import Tier
-from gemini.train.params.by_name import host_part
+from gemini.train.params.by_name import host_part, read_range
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.sharding.channel import Channel, LibraryChannel
-from gemini.train.sharding.company import Company
 from gemini.train.sharding.scripted import Lanes, ScriptedStep
 
 if TYPE_CHECKING:
@@ -52,6 +54,81 @@ _TRAFFIC = {
     Tag.CONTEXT: "context",
     Tag.EXPERTS: "experts",
 }
+
+
+class Company:
+    """The company of a rank that shares its params with none."""
+
+    def __init__(self, ranks: Ranks, mover: Mover):
+        self.ranks, self._mover = ranks, mover
+        self.sent_last_step: Counter[str] = Counter()
+        """Bytes by what they were sent for."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
+        return self.ranks.size > 1
+
+    # ---- agreeing -----------------------------------------------------------------------------------------------
+
+    def agree(
+        self,
+        point: Point,
+        doing: str,
+        facts: Callable[[], Facts] | None = None,
+        refusal: BaseException | None = None,
+        *,
+        among: Wire | None = None,
+        words: str = "values",
+    ) -> None:
+        """Wait until all ranks of the model stand at ``point``, serving those that do not yet; then go on together, or
+        not at all: see :func:`gemini.ranks.agree.agree`.
+
+        Args:
+            among: who must agree, if more than those with the same params.
+        """
+        everyone, among = self.ranks.everyone, among or self.ranks.everyone
+
+        def meet(number: int) -> list[int]:
+            return [said for row in self.meet_all(point, number) for said in row]
+
+        # Those with the same params meet first, and serve each other; then all of the job stand together.
+        if among is not everyone:
+            meet(0)
+        agree(among, doing, facts, refusal, swap=meet if among is everyone else None, words=words)
+
+    def agree_on_folder(
+        self, point: Point, doing: str, directory: str | os.PathLike[str], refusal: BaseException | None
+    ) -> None:
+        """Let all who write or read one model do it, in folders with the same name, or none."""
+        # Only the name: mounts and drives differ between machines.
+        facts = Facts({"directory": Path(os.fsdecode(directory)).name})
+        self.agree(point, doing, lambda: facts, refusal, among=self.ranks.writers, words="folder")
+
+    def refuse_differing(self, doing: str, facts: Facts) -> None:
+        """Say what differs, on all ranks with the same params, when their checksums do: raises as ``agree``."""
+        tell(self.ranks.everyone, doing, facts)
+
+    def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
+        """Wait until every rank of the model stands at ``point``; what each of them says, by replica."""
+        return [[detail]]
+
+    # ---- values -------------------------------------------------------------------------------------------------
+
+    def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
+        """Read the values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
+        read_range(self._mover, handle.chunk.planes[kind], handle, out)
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Note that a forward begins that a backward may follow."""
+
+    def end_step(self) -> None:
+        """Note that an optimizer step is over."""
+
+    def close(self) -> None:
+        """End what goes on for the model, which ends."""
 
 
 class Shards(Company):

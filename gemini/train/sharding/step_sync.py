@@ -13,8 +13,7 @@ import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.ranks.agree import Facts, plain
-from gemini.ranks.agreement import Point
+from gemini.ranks.agree import Facts, Point, plain
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaling import Scaling
 from gemini.train.params.handle import ParamHandle, Stepper, handles_of, optimizer_of
