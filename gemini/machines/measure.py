@@ -45,8 +45,6 @@ _STATE_BYTES = tuple(size for _, size in _PLANES[:-1])
 _ADAM_BYTES = sum(size for _, size in _PLANES)
 """Per param in memory."""
 
-_WHOLE_PLANE = 64 * MiB
-
 Figures = Iterator[tuple[str, Figure]]
 
 
@@ -104,27 +102,25 @@ def measure_host(sizes: Sizes) -> Figures:
     rows, inner, columns = sizes.product
     for key, dtype in (("cpu_flops_bf16", torch.bfloat16), ("cpu_flops_fp32", torch.float32)):
         product = _product(sizes.product, dtype, torch.device("cpu"))
-        seconds = _times(product, sizes.repeats)
         how = f"torch.mm of {rows} x {inner} and {inner} x {columns}, {threads}"
-        yield key, _measured(key, seconds, how, lambda s: 2 * rows * inner * columns / s)
+        yield _timed(key, product, sizes, how, lambda s: 2 * rows * inner * columns / s)
     small = torch.ones(64, requires_grad=True)
-    seconds = _times(lambda: _small_ops(small, sizes.ops), sizes.repeats)
     how = f"{sizes.ops} recorded additions of 64 numbers"
-    yield "cpu_op_seconds", _measured("cpu_op_seconds", seconds, how, lambda s: s / sizes.ops)
-    yield "dram_bandwidth", _dram(sizes, num_threads, cores)
+    yield _timed("cpu_op_seconds", lambda: _small_ops(small, sizes.ops), sizes, how, lambda s: s / sizes.ops)
+    yield _dram(sizes, num_threads, cores)
     numel = _whole_pages(_beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES)
     update = _update_in(host_bytes, numel, TILE)
     kernel = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M params in tiles"
-    yield "update_cpu", _adam(update, numel, sizes, cores, kernel)
-    yield "update_cpu_one", _adam(update, numel, sizes, 1, kernel)
+    yield _adam("update_cpu", update, numel, sizes, cores, kernel)
+    yield _adam("update_cpu_one", update, numel, sizes, 1, kernel)
     compact = _update_in(host_bytes, numel, TILE, CompactRule(ADAM))
-    yield "update_cpu_compact", _adam(compact, numel, sizes, cores, "the same of compact states")
+    yield _adam("update_cpu_compact", compact, numel, sizes, cores, "the same of compact states")
     del compact
     if num_threads < cores:  # else computing and updates have no cores of their own
         product = _product(sizes.product, torch.bfloat16, torch.device("cpu"))
         yield "cpu_contention", _contention(product, update, cores - num_threads, sizes)
     del update
-    yield "land_cpu", _landing(sizes)
+    yield _landing(sizes)
 
 
 def _product(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -139,17 +135,20 @@ def _small_ops(small: torch.Tensor, count: int) -> None:
         small + small  # noqa: B018 - its time is what is wanted
 
 
-def _dram(sizes: Sizes, num_threads: int, cores: int) -> Figure:
+def _dram(sizes: Sizes, num_threads: int, cores: int) -> tuple[str, Figure]:
     """In place, so that what is counted is what crosses the bus: for a copy the processor reads the target as well.
 
     By all cores, whatever threads torch has: what one of them can draw is not what there is.
     """
     num_bytes = _beyond_caches(sizes.stream_bytes)
     parts = host_bytes(num_bytes).view(torch.float32).fill_(1.0).tensor_split(max(cores // num_threads, 1))
-    with ThreadPoolExecutor(len(parts)) as pool:
-        seconds = _times(lambda: list(pool.map(lambda part: part.mul_(1.0), parts)), sizes.repeats)
     how = f"{human_bytes(num_bytes)} read and written in place, {_threads(len(parts) * num_threads)}"
-    return _measured("dram_bandwidth", seconds, how, lambda s: 2 * num_bytes / s)
+    with ThreadPoolExecutor(len(parts)) as pool:
+
+        def scale() -> None:
+            list(pool.map(lambda part: part.mul_(1.0), parts))
+
+        return _timed("dram_bandwidth", scale, sizes, how, lambda s: 2 * num_bytes / s)
 
 
 def _update_in(
@@ -175,10 +174,11 @@ def _update_in(
     return update
 
 
-def _adam(update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int, how: str) -> Figure:
+def _adam(
+    key: str, update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int, how: str
+) -> tuple[str, Figure]:
     with _limited(num_threads):
-        seconds = _times(update, sizes.repeats)
-    return _measured("update_cpu", seconds, f"{how}, {_threads(num_threads)}", lambda s: s / numel)
+        return _timed(key, update, sizes, f"{how}, {_threads(num_threads)}", lambda s: s / numel)
 
 
 def _contention(product: Callable[[], object], update: Callable[[], None], num_threads: int, sizes: Sizes) -> Figure:
@@ -233,7 +233,7 @@ def _limited(num_threads: int) -> Iterator[None]:
         kernels.limit_threads(None)
 
 
-def _landing(sizes: Sizes) -> Figure:
+def _landing(sizes: Sizes) -> tuple[str, Figure]:
     """Param by param in backward, as gradients arrive: torch has just written each, so it is in the caches."""
     numel = _beyond_caches(sizes.adam_numel * 2) // 2
     plane, gradient = (host_bytes(_whole_pages(n * 2)).view(torch.bfloat16).fill_(1e-3) for n in (numel, TILE))
@@ -242,9 +242,8 @@ def _landing(sizes: Sizes) -> Figure:
         for start, stop in tiles(0, numel, TILE):
             kernels.copy_grad(plane[start:stop], gradient[: stop - start])
 
-    seconds = _times(land, sizes.repeats)
     how = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M elements in tiles"
-    return _measured("land_cpu", seconds, how, lambda s: s / numel)
+    return _timed("land_cpu", land, sizes, how, lambda s: s / numel)
 
 
 def _beyond_caches(num_bytes: int) -> int:
@@ -303,14 +302,8 @@ def _drive(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figures:
     requests = f"{human_bytes(2 * tile)} and {human_bytes(4 * tile)}"
     how = f"{human_bytes(num_bytes)} in {spill.directory}, requests of {requests}, one at a time"
     how += "" if spill.direct else ", through the page cache: no O_DIRECT here"
-    whole = host_bytes(min(num_bytes, _WHOLE_PLANE))
-    at_once = statistics.median(_times(lambda: spill.read(whole, 0), 3))
     for key, times in seconds.items():
-        note = ""
-        if key == "nvme_read":  # weights are fetched as whole planes, which the queue reads with several threads
-            rate = human_figure(key, whole.numel() / at_once)
-            note = f" ({rate} in one request of {human_bytes(whole.numel())})"
-        yield key, _measured(key, times, how + note, lambda s: num_bytes / s)
+        yield key, _measured(key, times, how, lambda s: num_bytes / s)
 
 
 def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
@@ -358,10 +351,7 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
     alone and both at once.
     """
     on_cuda = device.type == "cuda"  # anything else stands in for it in tests
-
-    def times(run: Callable[[], object]) -> list[float]:
-        return _times(run, sizes.repeats, torch.cuda.synchronize if on_cuda else None)
-
+    timed = partial(_timed, sizes=sizes, synchronize=torch.cuda.synchronize if on_cuda else None)
     if on_cuda:
         name = torch.cuda.get_device_name(device)
         yield "num_gpus", _asked(torch.cuda.device_count(), name)
@@ -369,28 +359,27 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
         yield "gpu_bytes", _asked(card.total_memory, name)
         yield "gpu_sms", _asked(card.multi_processor_count, name)
     rows, inner, columns = sizes.gpu_product
+    how = f"torch.mm of {rows} x {inner} and {inner} x {columns}"
     for key, dtype in (("gpu_flops_bf16", torch.bfloat16), ("gpu_flops_fp32", torch.float32)):
-        seconds = times(_product(sizes.gpu_product, dtype, device))
-        how = f"torch.mm of {rows} x {inner} and {inner} x {columns}"
-        yield key, _measured(key, seconds, how, lambda s: 2 * rows * inner * columns / s)
+        product = _product(sizes.gpu_product, dtype, device)
+        yield timed(key, product, how=how, value_of=lambda s: 2 * rows * inner * columns / s)
     num_bytes = sizes.gpu_bytes
     here = torch.ones(num_bytes // 4, device=device)
-    seconds = times(lambda: here.mul_(1.0))
     how = f"{human_bytes(num_bytes)} read and written in place"
-    yield "gpu_bandwidth", _measured("gpu_bandwidth", seconds, how, lambda s: 2 * num_bytes / s)
+    yield timed("gpu_bandwidth", lambda: here.mul_(1.0), how=how, value_of=lambda s: 2 * num_bytes / s)
     numel = _whole_pages(max(num_bytes // _ADAM_BYTES, PAGE))
-    seconds = times(_update_in(partial(torch.zeros, dtype=torch.uint8, device=device), numel, DEVICE_TILE))
+    update = _update_in(partial(torch.zeros, dtype=torch.uint8, device=device), numel, DEVICE_TILE)
     how = f"Gemini's kernel on {numel / 1e6:.4g} M params in tiles"
-    yield "update_gpu", _measured("update_gpu", seconds, how, lambda s: s / numel)
+    yield timed("update_gpu", update, how=how, value_of=lambda s: s / numel)
     small = torch.ones(64, device=device, requires_grad=True)
-    seconds = times(lambda: _small_ops(small, sizes.ops))
     how = f"{sizes.ops} recorded additions of 64 numbers"
-    yield "gpu_op_seconds", _measured("gpu_op_seconds", seconds, how, lambda s: s / sizes.ops)
+    yield timed("gpu_op_seconds", lambda: _small_ops(small, sizes.ops), how=how, value_of=lambda s: s / sizes.ops)
     host, there = torch.ones(num_bytes // 4, pin_memory=on_cuda), torch.ones_like(here)
     back = torch.empty_like(host, pin_memory=on_cuda)
+    how = f"{human_bytes(num_bytes)}, pinned"
     for key, target, source in (("h2d", here, host), ("d2h", host, here)):
-        seconds = times(partial(target.copy_, source, non_blocking=True))
-        yield key, _measured(key, seconds, f"{human_bytes(num_bytes)}, pinned", lambda s: num_bytes / s)
+        copy = partial(target.copy_, source, non_blocking=True)
+        yield timed(key, copy, how=how, value_of=lambda s: num_bytes / s)
     streams = [torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext() for _ in range(2)]
 
     def both_ways() -> None:
@@ -398,21 +387,19 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
             with stream:
                 target.copy_(source, non_blocking=True)
 
-    seconds = times(both_ways)
     how = f"{human_bytes(num_bytes)} each way at once, pinned"
-    yield "link_mixed", _measured("link_mixed", seconds, how, lambda s: 2 * num_bytes / s)
+    yield timed("link_mixed", both_ways, how=how, value_of=lambda s: 2 * num_bytes / s)
 
     def small_copies() -> None:
         for _ in range(sizes.ops):
             here[:PAGE].copy_(host[:PAGE], non_blocking=True)
 
     how = f"{sizes.ops} copies of {human_bytes(4 * PAGE)} to the GPU, one after the other"
-    yield "copy_seconds", _measured("copy_seconds", times(small_copies), how, lambda s: s / sizes.ops)
+    yield timed("copy_seconds", small_copies, how=how, value_of=lambda s: s / sizes.ops)
     if on_cuda and torch.cuda.device_count() > 1:
         there = torch.empty_like(here, device=torch.device("cuda", 1))
-        seconds = times(lambda: there.copy_(here, non_blocking=True))
         how = f"{human_bytes(num_bytes)} from GPU 0 to GPU 1"
-        yield "interconnect", _measured("interconnect", seconds, how, lambda s: num_bytes / s)
+        yield timed("interconnect", lambda: there.copy_(here), how=how, value_of=lambda s: num_bytes / s)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -430,6 +417,17 @@ def _times(run: Callable[[], object], repeats: int, synchronize: Callable[[], ob
     """Seconds of each run, after one that is not counted."""
     _time(run, synchronize)
     return [_time(run, synchronize) for _ in range(repeats)]
+
+
+def _timed(
+    key: str,
+    run: Callable[[], object],
+    sizes: Sizes,
+    how: str,
+    value_of: Callable[[float], float],
+    synchronize: Callable[[], object] | None = None,
+) -> tuple[str, Figure]:
+    return key, _measured(key, _times(run, sizes.repeats, synchronize), how, value_of)
 
 
 def _measured(key: str, seconds: list[float], how: str, value_of: Callable[[float], float]) -> Figure:

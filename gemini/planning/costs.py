@@ -433,11 +433,6 @@ class Group(NamedTuple):
     size: int
     local: int
 
-    @property
-    def crosses(self) -> bool:
-        """Whether they are on several machines."""
-        return self.local < self.size
-
 
 class MeshSizes(NamedTuple):
     """The sizes of a mesh's dims. Params are sharded over ``dp`` and ``cp`` together."""
@@ -501,7 +496,7 @@ def sent_in_ring(group: Group, num_bytes: float) -> Sent:
     machine receives what it has not, B (size - local) / size, once, through the network ports of its ``local`` ranks
     together, and hands it around inside. As NCCL does with one port for each GPU.
     """
-    if not group.crosses:
+    if group.local == group.size:
         return Sent(num_bytes, 0.0)
     whole = num_bytes * group.size / (group.size - 1)
     between = whole * (group.size - group.local) / group.size / group.local

@@ -50,18 +50,13 @@ class Script:
         """Of all of it, and never 0."""
         return zlib.crc32(json.dumps([self.gathers, self.reductions]).encode()) | 1 << 32
 
-    def gathers_until(self, moment: int) -> int:
-        """How many gathers are for moments up to this one."""
-        return sum(gather.moment <= moment for gather in self.gathers)
-
     @cached_property
     def gathers_before(self) -> tuple[int, ...]:
         """In one order of both kinds: how many gathers come before each reduction. Those until its moment, and
         :data:`AHEAD` further ones.
         """
-        return tuple(
-            min(self.gathers_until(reduction.moment) + AHEAD, len(self.gathers)) for reduction in self.reductions
-        )
+        until = [sum(gather.moment <= reduction.moment for gather in self.gathers) for reduction in self.reductions]
+        return tuple(min(number + AHEAD, len(self.gathers)) for number in until)
 
     def reductions_before_gather(self, number: int) -> int:
         """In that order: how many reductions come before gather ``number``, all of them of earlier moments."""

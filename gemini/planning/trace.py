@@ -7,9 +7,9 @@ layout is laid over it (:func:`accesses`).
 
 :func:`with_4bit_base` is a step with adapters as it would be on a base of 4-bit weights: the same step, other bytes.
 The form is that of bitsandbytes (QLoRA, https://arxiv.org/abs/2305.14314, section 3): two codes in a byte, one fp32
-scale for each block of 64 weights, and with double quantization a byte for each of those, with an fp32 one for each
-block of 256. Per weight that is 0.5 bytes of codes, which live in chunks, and 0.0625 or 0.0159 of scales, which stay
-where they are read. A product makes the weight in the compute dtype first, in forward and again in backward.
+scale for each block of 64 weights, kept as a byte, with an fp32 one for each block of 256 of these (double
+quantization). Per weight that is 0.5 bytes of codes, which live in chunks, and 0.0159 of scales, which stay where they
+are read. A product makes the weight in the compute dtype first, in forward and again in backward.
 """
 
 from __future__ import annotations
@@ -393,15 +393,13 @@ _IN_ADAPTER = ".base_layer.weight"
 """What PEFT calls the weight that an adapter is put on."""
 
 
-def scale_bytes(numel: int, *, double: bool = True) -> int:
+def scale_bytes(numel: int) -> int:
     """Bytes beside the codes of a weight of ``numel`` elements."""
     blocks = -(-numel // _CODES_PER_SCALE)
-    if not double:
-        return 4 * (_TABLE + blocks)
     return blocks + 4 * (_TABLE + _TABLE_OF_SCALES + -(-blocks // _SCALES_PER_BLOCK) + 1)
 
 
-def with_4bit_base(trace: MemoryTrace, *, double: bool = True) -> MemoryTrace:
+def with_4bit_base(trace: MemoryTrace) -> MemoryTrace:
     """The step with the weights of all layers that have adapters in 4 bits.
 
     Raises:
@@ -425,7 +423,7 @@ def with_4bit_base(trace: MemoryTrace, *, double: bool = True) -> MemoryTrace:
         numel = read_by.get(moment.module)
         if numel is None:
             return moment
-        made = numel * itemsize + 4 * -(-numel // _CODES_PER_SCALE) * double
+        made = numel * itemsize + 4 * -(-numel // _CODES_PER_SCALE)
         return replace(
             moment,
             peak_bytes=moment.peak_bytes + made,
@@ -437,6 +435,6 @@ def with_4bit_base(trace: MemoryTrace, *, double: bool = True) -> MemoryTrace:
         trace,
         params=params,
         moments=tuple(map(with_weight, trace.moments)),
-        buffer_bytes=trace.buffer_bytes + sum(scale_bytes(numel, double=double) for numel in sizes.values()),
-        tiled=None if trace.tiled is None else with_4bit_base(trace.tiled, double=double),
+        buffer_bytes=trace.buffer_bytes + sum(scale_bytes(numel) for numel in sizes.values()),
+        tiled=None if trace.tiled is None else with_4bit_base(trace.tiled),
     )

@@ -241,15 +241,13 @@ def test_a_step_is_traced_ahead_of_time(base: Path, tmp_path: Path) -> None:
     assert losses_of(model, adam_of(model)) == plain_run(lambda: quantized(base))[0]
 
 
-@pytest.mark.parametrize("double", [False, True])
-def test_bytes_of_scales(double: bool, base: Path) -> None:
-    param = dict(base_of(base, double=double).named_parameters())[NAME.removeprefix("base_model.model.").replace(
+def test_bytes_of_scales(base: Path) -> None:
+    param = dict(base_of(base, double=True).named_parameters())[NAME.removeprefix("base_model.model.").replace(
         ".base_layer", ""
     )]  # fmt: skip
     state = param.quant_state
-    tensors = [state.absmax, state.code]
-    tensors += [state.offset, state.state2.absmax, state.state2.code] if double else []
-    assert sum(t.nbytes for t in tensors) == scale_bytes(state.shape.numel(), double=double)
+    tensors = [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    assert sum(t.nbytes for t in tensors) == scale_bytes(state.shape.numel())
 
 
 def test_the_page_runs_as_printed(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ def test_what_is_there_is_gathered_only_after_it_was_let_go() -> None:
 
 
 def test_places_between_gathers_and_reductions() -> None:
-    script = make_script(NEEDS, [set(), {0}, {1}, {2}, {1}], (), COMPLETED)
-    assert [script.gathers_until(moment) for moment in range(5)] == [1, 2, 3, 4, 5]
+    script = make_script(NEEDS, [set(), {0}, {1}, {2}, {1}], (), COMPLETED)  # one gather for each moment
+    assert script.gathers_before == tuple(min(moment + 2, 5) for moment, _ in script.reductions)
 
 
 def test_reductions_keep_their_order_and_no_place_goes_back() -> None:
