@@ -27,9 +27,9 @@ from gemini.optim import (
     SGDRule,
     SophiaGRule,
 )
-from gemini.planning.compact import compact
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.planning.planes import ADAM, RuleSpec, factor_bytes, plane_specs
+from gemini.planning.rules import compact
 
 RANK = 16
 """Of LoRA's matrices."""

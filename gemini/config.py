@@ -9,13 +9,13 @@ from operator import attrgetter
 from typing import Any
 
 from gemini.errors import parse_bytes
-from gemini.planning.compact import spec_for
 from gemini.planning.hardware import Hardware
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import Placement, StaticPlacement
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec, check_gradients, spec_of
 from gemini.planning.policy import POLICIES, EvictionPolicy
+from gemini.planning.rules import spec_for
 from gemini.planning.token_tiles import as_tiles, tile_sizes
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import FILED, OFFLOAD_TO, MemoryBudget

@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 from gemini.config import contradictions
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError
-from gemini.planning.compact import STATES, spec_for
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
-from gemini.planning.rules import RULES, rule_named
+from gemini.planning.rules import RULES, STATES, rule_named, spec_for
 from gemini.planning.token_tiles import as_tiles, tile_sizes
 from gemini.tiers import Tier
 

@@ -21,9 +21,8 @@ from gemini.jobs.data import is_text
 from gemini.jobs.errors import JobError, refusing
 from gemini.jobs.settings import Refusing, at_least, size, tiles
 from gemini.planning import document
-from gemini.planning.compact import STATES
 from gemini.planning.plan import Plan
-from gemini.planning.rules import RULES, name_of, rule_named
+from gemini.planning.rules import RULES, STATES, name_of, rule_named
 from gemini.tiers import Tier
 
 

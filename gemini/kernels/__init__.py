@@ -43,8 +43,8 @@ from gemini.kernels.native import why_not as _why_not
 from gemini.kernels.nvrtc import Driver, compiler
 from gemini.kernels.reference import NORM_BLOCK, NORM_LANES, NORM_TILE, total
 from gemini.kernels.sums import ClipFactor, DeviceSums, Sums, clip_coefficient, nonfinite_flag, resolve
-from gemini.planning.compact import BLOCK as COMPACT_BLOCK
 from gemini.planning.planes import RuleSpec
+from gemini.planning.rules import BLOCK as COMPACT_BLOCK
 
 __all__ = [
     "COMPACT_BLOCK",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gemini.kernels.reference import dither_of
-from gemini.planning.compact import BLOCK
 from gemini.planning.planes import RuleSpec
+from gemini.planning.rules import BLOCK
 
 FLOAT32 = (torch.float32,)
 BFLOAT16 = (torch.bfloat16,)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gemini.interrupts import without_grad
-from gemini.planning.compact import BLOCK
+from gemini.planning.rules import BLOCK
 
 NORM_BLOCK, NORM_LANES, NORM_TILE = 4096, 32, 1 << 20
 

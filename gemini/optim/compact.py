@@ -18,8 +18,8 @@ from torch import Tensor
 from gemini import kernels
 from gemini.interrupts import without_grad
 from gemini.kernels.reference import decode, dither_of, encode
-from gemini.planning.compact import compact, scale_of, spec_for
 from gemini.planning.planes import PlaneKind, RuleSpec
+from gemini.planning.rules import compact, scale_of, spec_for
 from gemini.rules import ElementwiseRule, States, UpdateRule, Where, rule_of
 
 

@@ -188,7 +188,7 @@ class _ChunkChoices:
         after = self._seconds_with(dict.fromkeys(kinds, tier), times, streamed=streamed)
         before = self._seconds_on_cpu
         # In one order: what is added up of these in another one may round to another choice on another rank.
-        change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in (before | after)}
+        change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in (after | before)}
         num_bytes: Counter[Tier] = Counter()
         for kind in kinds:
             # What is durable has slots on the drive wherever it lives: living there takes no more.

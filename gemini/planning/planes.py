@@ -6,7 +6,7 @@ fp32:  weights 4 (the master itself), which is also how a param is kept that sta
 
 that is 4 bytes per param, and the planes of the update rule beside them: Adam's two states make it 12. Gradients
 between backward and update take 2 bytes (4 in fp32, or where accumulated), none where updates run in backward. With
-compact states (:mod:`gemini.planning.compact`) the residual is 1 byte and each state 1 and a 64th: 5.03 for Adam. Their
+compact states (:mod:`gemini.planning.rules`) the residual is 1 byte and each state 1 and a 64th: 5.03 for Adam. Their
 gradients may be accumulated in bf16: 2 bytes, and 1 for what rounding the sum has lost.
 
 What a rule computes is not in here (:mod:`gemini.rules`): layout, budgets, plans and costs need its planes alone.

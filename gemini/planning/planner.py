@@ -15,7 +15,6 @@ from itertools import product
 from typing import Any, TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
-from gemini.planning.compact import spec_for
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import FetchCounts, cheapest_homes
@@ -34,6 +33,7 @@ from gemini.planning.planes import (
     spec_of,
 )
 from gemini.planning.policy import EvictionPolicy, NextUse
+from gemini.planning.rules import spec_for
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import fetch_traffic, path
 from gemini.planning.working import (

@@ -8,7 +8,7 @@ import torch
 
 import gemini
 from gemini import kernels, optim
-from gemini.planning import compact
+from gemini.planning import rules as spec_rules
 from tests import models
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import PLACEMENTS, TORCH
@@ -28,7 +28,7 @@ def loss_of(model: Any, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_sums_in_bf16(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against sums of torch's own gradients by the reference kernels, and updates alike in every placement."""
-    monkeypatch.setattr(compact, "SMALLEST", 600)
+    monkeypatch.setattr(spec_rules, "SMALLEST", 600)
 
     def run(where: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         how: dict[str, Any] = {"gradients": "accumulate_bf16", "states": "compact", "max_chunk": 20000}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from stacks import stack_trace
 
-from gemini.planning.compact import BLOCK, SMALLEST, compact, scale_of, spec_for
 from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM, GRAD, PAGE, RESIDUAL, WEIGHTS, PlaneSpec, RuleSpec, plane_specs
 from gemini.planning.planner import plan
+from gemini.planning.rules import BLOCK, SMALLEST, compact, scale_of, spec_for
 from gemini.planning.trace import MemoryTrace, TracedParam
 from gemini.planning.working import staged_bytes
 from gemini.tiers import Tier

@@ -12,7 +12,7 @@ from traces import decoder_trace
 
 import gemini.planning.schedules as schedules
 from gemini.planning import simulate as simulating
-from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.costs import Costs, Efficiency, Grid, MeshSizes
 from gemini.planning.placement import can_stream
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
@@ -79,7 +79,12 @@ def _hops(plan: Plan) -> list[Any]:
         machine(), Efficiency(), compute=plan.problem.compute, precision=plan.problem.precision,
         local_ranks=plan.layout.ranks,
     )  # fmt: skip
-    return [task.hop for task in serial(Work(plan, costs, measured=False)).tasks]
+    return [
+        task.hop
+        for task in serial(
+            Work(plan, costs, Grid(MeshSizes(dp=plan.layout.ranks), plan.layout.ranks), measured=False)
+        ).tasks
+    ]
 
 
 SLOW = {"gpu_flops_bf16": 2e9, "gpu_flops_fp32": 1e9, "cpu_flops_bf16": 2e9, "cpu_flops_fp32": 1e9}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.planning import compact
+from gemini.planning import rules as spec_rules
 from tests.ranks.pool import Pools
 from tests.train import test_compact, test_optim
 from tests.train import test_update_rules as rules
@@ -60,7 +60,7 @@ def test_two_ranks_do_what_one_process_does(which: str, pool_of: Pools, tmp_path
 
 def run_compact(which: str, folder: Path, name: str, load: str | None, states: str = "compact") -> dict[str, Any]:
     """The same with compact states: also the codes, as they stand in planes."""
-    compact.SMALLEST = 600
+    spec_rules.SMALLEST = 600
     try:
         model = gemini.GeminiDDP(rules.make_model(), test_compact.config_for(which, states=states))
         optimizer = test_compact.make_optimizer(model, which)
@@ -81,7 +81,7 @@ def run_compact(which: str, folder: Path, name: str, load: str | None, states: s
         }
         return {"losses": losses, "weights": model.state_dict(), "planes": planes}
     finally:
-        compact.SMALLEST = 65536
+        spec_rules.SMALLEST = 65536
 
 
 @pytest.mark.sweep(every=2)
@@ -138,7 +138,7 @@ def test_two_ranks_estimate_the_hessian_of_one_process(precision: str, pool_of: 
 
 
 def run_sums(folder: Path, mesh: tuple[int, ...] | None) -> tuple[list[float], dict[str, Any]]:
-    compact.SMALLEST = 600
+    spec_rules.SMALLEST = 600
     memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=folder)
     placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
     config = test_compact.config_for("adam", gradients="accumulate_bf16", memory=memory, placement=placement)
@@ -152,7 +152,7 @@ def run_sums(folder: Path, mesh: tuple[int, ...] | None) -> tuple[list[float], d
 def test_two_ranks_sum_up_in_bf16_as_one_process(
     mesh: tuple[int, ...] | None, pool_of: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compact, "SMALLEST", 600)
+    monkeypatch.setattr(spec_rules, "SMALLEST", 600)
     plain = test_compact.plain_loop("adam", range(3), test_compact.CLIP, micro=3)
     for losses, weights in pool_of(2).run(run_sums, tmp_path, mesh):
         assert losses == plain["losses"]

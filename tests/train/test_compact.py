@@ -21,7 +21,7 @@ from gemini.kernels import reference
 from gemini.kernels.reference import decode, encode
 from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
 from gemini.optim.compact import CompactRule
-from gemini.planning import compact
+from gemini.planning import rules as spec_rules
 from gemini.planning.planes import RESIDUAL, PlaneSpec
 from gemini.rules import UpdateRule, Where
 from gemini.train.checkpoint import read as checkpoint_read
@@ -40,7 +40,7 @@ EXACT: dict[str, UpdateRule] = {
 
 @pytest.fixture(autouse=True)
 def _matrices_are_compact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "SMALLEST", 600)
+    monkeypatch.setattr(spec_rules, "SMALLEST", 600)
 
 
 def make_optimizer(model: Any, which: str, **how: Any) -> gemini.HybridOptimizer:
@@ -145,7 +145,7 @@ def assert_same(model: Any, plain: dict[str, Any]) -> None:
 def test_compact_states_that_no_param_gets_are_told(how: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     if how != "compact":
-        monkeypatch.setattr(compact, "SMALLEST", 10**6)
+        monkeypatch.setattr(spec_rules, "SMALLEST", 10**6)
     if how == "frozen":
         model.requires_grad_(False)
     with warnings.catch_warnings(record=True) as told:
@@ -278,9 +278,9 @@ def test_compact_states_of_another_form_are_refused_and_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(compact, "BLOCK", 128)
-        patch.setattr(compact, "_compact", compact._compact.__wrapped__)
-        rule = compact.compact(AdamRule.spec)
+        patch.setattr(spec_rules, "BLOCK", 128)
+        patch.setattr(spec_rules, "_compact", spec_rules._compact.__wrapped__)
+        rule = spec_rules.compact(AdamRule.spec)
     assert rule.planes[-1] == PlaneSpec("exp_avg_sq_scale", "uint8", 128)
     model, optimizer = saved("compact", "adam", tmp_path / "ours")
     before = snapshot(model)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import gemini
 from gemini import kernels
-from gemini.planning import compact
+from gemini.planning import rules as spec_rules
 from tests.train import test_adopt as adopted
 from tests.train.helpers import adam, assert_same_snapshot, llama, make_config, same_bits, snapshot, train, wrap
 from tests.world import world_of
@@ -119,7 +119,7 @@ def test_any_order_gives_the_same_bits(order: str, precision: str, where: str, t
 def test_compact_states_and_adopted_optimizers_too(
     form: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compact, "SMALLEST", 600)
+    monkeypatch.setattr(spec_rules, "SMALLEST", 600)
 
     def made() -> tuple[Any, Any]:
         if form == "adopted":

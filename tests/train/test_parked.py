@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError
-from gemini.planning import compact
+from gemini.planning import rules as spec_rules
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.scaling import backward, clip_grads, make_step, new_scaler
@@ -115,7 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_keeps_its_bits(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "SMALLEST", 600)
+    monkeypatch.setattr(spec_rules, "SMALLEST", 600)
     how = {"gradients": "accumulate", **CASES[case]}
     wanted = train(wrap(tmp_path, **how), parks=False)
     helpers.assert_same_snapshot(train(wrap(tmp_path, **how), parks=True), wanted)

@@ -9,7 +9,7 @@ import torch
 
 import gemini
 from gemini.errors import PlanMismatch
-from gemini.planning import compact
+from gemini.planning import rules as spec_rules
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
@@ -135,7 +135,7 @@ def _moves(plan: Plan) -> bool:
 @pytest.mark.parametrize("states", ["exact", "compact"])
 @pytest.mark.parametrize("device", ["cpu", "standin"])
 def test_a_plan_from_a_file_runs(device: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "SMALLEST", 600)
+    monkeypatch.setattr(spec_rules, "SMALLEST", 600)
     model = models.make_model("llama")
     there = budgets(model, 0.2, device)
     made = make_plan(known_trace(model), None, there, max_chunk=MAX_CHUNK, states=states)

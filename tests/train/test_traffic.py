@@ -12,7 +12,7 @@ import pytest
 
 import gemini
 from gemini.optim import LionRule
-from gemini.planning import compact
+from gemini.planning import rules as spec_rules
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.planning.trace import TracedParam
@@ -143,7 +143,7 @@ BF16_SUMS = {"gradients": "accumulate_bf16", **COMPACT}
 def test_other_gradients_and_compact_states_are_what_moved(
     device: str, homes: str, backwards: int, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compact, "SMALLEST", 600)
+    monkeypatch.setattr(spec_rules, "SMALLEST", 600)
     compare(device, homes, tmp_path, backwards=backwards, **how)
 
 
@@ -155,7 +155,7 @@ def test_a_compact_update_from_a_drive_moves_less_than_half(rule: RuleSpec, most
     numel, params = 5632 * 2048, (TracedParam(("up.weight",), (5632, 2048)),)
     trace = replace(stack_trace(1), params=params)
     moved = []
-    for spec in (rule, compact.compact(rule)):
+    for spec in (rule, spec_rules.compact(rule)):
         problem = Problem(trace.layout(rule=spec), "bf16", "transient", {}, Tier.CPU, 0, 0, rule=spec)
         (chunk,) = problem.layout.chunks
         homes = {kind: Tier.CPU if form.stays_in_memory else Tier.NVME for kind, form in problem.forms[0].items()}

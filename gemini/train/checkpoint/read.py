@@ -22,8 +22,8 @@ from gemini import kernels
 from gemini.errors import PlanMismatch, warn
 from gemini.kernels import reference
 from gemini.memory.movement.mover import Mover, tiles
-from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
+from gemini.planning.rules import BLOCK, compact, scale_of
 from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam
 from gemini.train.checkpoint.tensor_file import TensorFile
 from gemini.train.checkpoint.write import PlanePart

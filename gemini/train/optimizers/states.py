@@ -21,8 +21,8 @@ from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
 from gemini.optim.average import EMA
 from gemini.optim.compact import CompactRule, upper_byte
-from gemini.planning.compact import scale_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
+from gemini.planning.rules import scale_of
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF, layout_of
 from gemini.train.params.guard import ReadLater
