@@ -112,10 +112,9 @@ _cuda: CudaKernels | None = None if os.environ.get("GEMINI_NATIVE") == "0" else 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What runs the kernels in this process. `reason` says why there is no native library, if there is none.
+    """What runs the kernels in this process, of CPU tensors the instruction set `isa` out of those that can run here.
 
-    `isa` is in use for CPU tensors, `isas` are those that can run here; `cuda` says who compiles the kernels of CUDA
-    tensors, and is None where these run the torch reference, with the same bits: `why_not_cuda` says why.
+    `reason` says why there is no native library, `why_not_cuda` why CUDA tensors run the torch reference; else None.
     """
 
     native: bool
@@ -208,12 +207,9 @@ def get_num_threads() -> int:
 
 
 def limit_threads(n: int | None) -> None:
-    """Sets how many threads at most share the native kernels which the calling thread calls, the caller counted.
-
-    Of the calling thread only, and of those it starts none: a worker that updates in the background leaves the other
-    cores to who computes. Never more than `get_num_threads()`; 1 runs every kernel in the calling thread; None is no
-    limit of its own, as every thread begins. Results do not depend on it. Without the native library nothing happens:
-    the reference takes torch's threads. Raises ValueError for n below 1.
+    """Sets how many threads at most share the native kernels which the calling thread calls, the caller counted: a
+    worker that updates in the background leaves the other cores to who computes. None is no limit of its own, as every
+    thread begins. Without the native library nothing happens: the reference takes torch's threads.
     """
     if n is not None and n < 1:
         raise ValueError(f"there must be at least 1 thread, not {n}; None takes the limit away")
@@ -259,10 +255,9 @@ def update(
     launch.
 
     `spec` says which planes the rule has: fp32 states beside weights in fp32 (`residual` is None) or in bf16 with an
-    int16 `residual`, the split master, whose two halves are together exactly the fp32 weight; or compact ones, which
-    are codes and scales beside bf16 weights and an int8 `residual`. `grad` is fp32, bf16 or fp16 and only read. All are
-    1-D, contiguous, of n elements, on one device. A weight of the split master that becomes NaN is stored canonically
-    (0x7FC0, 0).
+    int16 `residual`, the split master; or compact ones, which are codes and scales beside bf16 weights and an int8
+    `residual`. `grad` is fp32, bf16 or fp16 and only read. A weight of the split master that becomes NaN is stored
+    canonically (0x7FC0, 0).
 
     `segments` ascend and do not overlap, and with compact states they begin at multiples of COMPACT_BLOCK; what lies
     between them is not touched. `grad_scale` (fp32, one element on the device of the arrays) takes the place of the one

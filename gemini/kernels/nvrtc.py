@@ -168,15 +168,6 @@ def _load_nvrtc() -> ctypes.CDLL:
 # ---- what was compiled before ----------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    own = os.environ.get("GEMINI_CACHE")
-    return (
-        Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gemini").expanduser()
-        / "kernels"
-    )
-
-
 def code_of(kernel: str, capability: tuple[int, int]) -> tuple[str, bytes]:
     """The symbol and the code of a kernel for a card, compiled now if it was not before. Raises RuntimeError if it
     cannot be compiled.
@@ -184,7 +175,9 @@ def code_of(kernel: str, capability: tuple[int, int]) -> tuple[str, bytes]:
     made_by = compiler()
     target = made_by.target(capability)
     key = "\0".join((text(), kernel, target, made_by.version, *OPTIONS))
-    path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.{target}"
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gemini"
+    folder = Path(os.environ.get("GEMINI_CACHE") or usual).expanduser() / "kernels"
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.{target}"
     found = _read(path)
     if found is None:
         found = made_by.compile(kernel, target)
@@ -230,21 +223,16 @@ class Driver:
 
     def launch(self, device: int, stream: int, kernel: str, blocks: int, *arguments: Any) -> None:
         """Enqueue a kernel of THREADS threads a block; nothing waits, but the first launch of a kernel compiles it.
-
-        ``arguments``: values of ctypes, of just the types that the kernel takes.
-
-        Raises:
-            RuntimeError: with the driver's own words.
+        ``arguments``: values of ctypes, of just the types that the kernel takes. Raises RuntimeError in the driver's
+        own words.
         """
         function = self._functions.get((device, kernel)) or self._load(device, kernel)
         places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         with self._on(device):
-            self._check(
-                self._library.cuLaunchKernel(
-                    function, blocks, 1, 1, THREADS, 1, 1, 0, ctypes.c_void_p(stream or None), places, None
-                ),
-                f"starting {kernel}",
+            started = self._library.cuLaunchKernel(
+                function, blocks, 1, 1, THREADS, 1, 1, 0, ctypes.c_void_p(stream or None), places, None
             )
+            self._check(started, f"starting {kernel}")
 
     def _load(self, device: int, kernel: str) -> ctypes.c_void_p:
         with self._lock:
@@ -258,18 +246,15 @@ class Driver:
                 context = ctypes.c_void_p()
                 number = ctypes.c_int()
                 self._check(self._library.cuDeviceGet(ctypes.byref(number), device), "asking for the device")
-                self._check(
-                    self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), "asking for its context"
-                )
+                retained = self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+                self._check(retained, "asking for its context")
                 self._contexts[device] = context
             symbol, code = code_of(kernel, torch.cuda.get_device_capability(device))
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             with self._on(device):
                 self._check(self._library.cuModuleLoadData(ctypes.byref(module), code), f"loading {kernel}")
-                self._check(
-                    self._library.cuModuleGetFunction(ctypes.byref(function), module, symbol.encode()),
-                    f"looking for {kernel}",
-                )
+                found = self._library.cuModuleGetFunction(ctypes.byref(function), module, symbol.encode())
+                self._check(found, f"looking for {kernel}")
             self._functions[device, kernel] = function
             return function
 

@@ -188,18 +188,16 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, dither: int | None = N
         rounded = ((x >> 1) + _TO_SIGNED).view(torch.float32).round_()  # half to even
         codes.copy_(torch.where(values < 0, -rounded, rounded))
         return
-    found = (((x >> 2) + _TO_SQUARE).view(torch.float32) + _threshold(dither, n, values.device)).int() - 1
+    threshold: Tensor | float = (
+        1.5  # between 1 and 2, of 15 bits: added to a code it is exact where that is the largest
+    )
+    if dither is not None:
+        sequence = torch.arange(n, device=values.device) * _PER_INDEX + dither & 0xFFFFFFFF
+        threshold = (sequence >> 9 & 0x7FFF00 | 0x3F800000).int().view(torch.float32)
+    found = (((x >> 2) + _TO_SQUARE).view(torch.float32) + threshold).int() - 1
     codes.copy_(torch.maximum(found, (values.view(torch.int32) & 0x7FFFFFFF != 0).int()))
 
 
 def _each(bits: Tensor, n: int) -> Tensor:
     """The fp32 number with these bits of its block, for each of ``n`` elements."""
     return bits.view(torch.float32).repeat_interleave(BLOCK)[:n]
-
-
-def _threshold(dither: int | None, n: int, device: torch.device) -> Tensor | float:
-    """Between 1 and 2, of 15 bits: added to a code it is exact where the code is the largest."""
-    if dither is None:
-        return 1.5
-    sequence = torch.arange(n, device=device) * _PER_INDEX + dither & 0xFFFFFFFF
-    return (sequence >> 9 & 0x7FFF00 | 0x3F800000).int().view(torch.float32)

@@ -1,14 +1,11 @@
 """``adopt``: a torch optimizer as an update rule, run tile by tile on fp32 masters with its states in planes.
 
 For each tile an optimizer of the class is made for a short while, over a param that is the master and with states that
-are the planes; its ``step()`` is the update. So it is the class's own arithmetic, of whatever package, and the bits of
-its ordinary run over fp32 masters.
+are the planes; its ``step()`` is the update, with the bits of its ordinary run over fp32 masters.
 
-What a class keeps of a param is found by trying it: a small matrix is trained for some steps with the class as it is,
-and what it has kept then is sorted. Tensors in the shape of the param are planes, single numbers are kept once for a
-whole param, counts of steps need no memory at all. That this is all is tried before a rule is made: with tiles that are
-parts of params, and where an update of an element depends on others, with tiles that are whole params. What cannot be
-run like that either is refused by name.
+What a class keeps of a param is found by trying it on a small matrix for some steps. Tensors in the shape of the param
+are planes, single numbers are kept once for a whole param, counts of steps need no memory. That this is all is tried
+before a rule is made: with tiles that are parts of params, else with whole ones; what cannot be run so is refused.
 """
 
 from __future__ import annotations
@@ -32,20 +29,12 @@ from gemini.rules import States, UpdateRule, Where
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import make_factors
 
-Hypers = tuple[tuple[str, Any], ...]
-"""Hyperparameters by name, as a value that can be hashed."""
+Hypers = tuple[tuple[str, Any], ...]  # by name, as a value that can be hashed
 
-STEPS = 8
-"""Of a trial: RAdam, for one, computes otherwise from its sixth step on."""
-SHAPE = (61, 72)
-"""Of the matrix: more than two blocks of ``ALIGN`` elements, and a tail that no vector register divides."""
-SHAPES = {0: (), 1: (61,), 2: SHAPE, 3: (3, 5, 7), 4: (3, 4, 5, 7)}
-"""Of params of other dimensions, where an update asks for them."""
+STEPS = 8  # of a trial: RAdam, for one, computes otherwise from its sixth step on
+SHAPE = (61, 72)  # of the matrix: more than two blocks of ALIGN elements, and a tail that no vector register divides
+SHAPES = {0: (), 1: (61,), 2: SHAPE, 3: (3, 5, 7), 4: (3, 4, 5, 7)}  # where an update asks for other dimensions
 _SEED = 20
-_NOT_HERE = {
-    "capturable": "steps are not captured into CUDA graphs",
-    "differentiable": "nothing can be differentiated through an update",
-}
 
 
 class Refusal(Exception):
@@ -258,11 +247,7 @@ def _defaults(kind: type[Optimizer], hypers: Mapping[str, Any]) -> dict[str, Any
 
 def _adopted(kind: type[Optimizer], hypers: Hypers) -> AdoptedRule:
     """The rule, tried. Raises Refusal if what it makes of tiles is not what the class makes of a param."""
-    given = dict(hypers)
-    for name, why in _NOT_HERE.items():
-        if given.get(name):
-            raise Refusal(f"{name}=True: {why}; leave it out")
-    given = _not_still(given)
+    given = _not_still(dict(hypers))
     wanted = trained(kind, given)
     anatomy, numel = anatomy_of(wanted, given), SHAPE[0] * SHAPE[1]
     if anatomy.factors:  # then of a param of one dimension something else is kept

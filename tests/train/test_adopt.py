@@ -352,7 +352,7 @@ def test_arguments_that_are_no_optimizer_are_refused() -> None:
         optim.adopt(torch.optim.NAdam, momentum=0.9)
     with pytest.raises(ValueError, match=r"it cannot be made .* Invalid learning rate: -1"):
         optim.adopt(torch.optim.NAdam, lr=-1.0)
-    with pytest.raises(ValueError, match="differentiable=True: nothing can be differentiated"):
+    with pytest.raises(ValueError, match="it cannot update"):
         optim.adopt(torch.optim.NAdam, differentiable=True)
 
 
@@ -371,7 +371,7 @@ def test_arguments_that_are_no_optimizer_are_refused() -> None:
         ),
         (lambda rule, p: rule.make([{"params": p, "centered": True}]), ValueError, "param group 0 has .*'centered'"),
         (lambda rule, p: rule.make(p, alpha=object()), TypeError, "alpha of HybridOptimizer must be a number"),
-        (lambda rule, p: rule.make(p, capturable=True), ValueError, "capturable=True: steps are not captured"),
+        (lambda rule, p: rule.make(p, capturable=True), ValueError, "it cannot update .*capturable"),
     ],
 )
 def test_groups_that_the_rule_has_no_planes_for_are_refused(
