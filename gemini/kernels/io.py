@@ -6,18 +6,14 @@ import ctypes
 import errno
 import itertools
 import os
-import threading
 import zlib
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from torch import Tensor
 
 from gemini.interrupts import WHOLE
 from gemini.kernels.native import native
-from gemini.waiting import Latch
 
 IO_THREADS = 4  # blocks under way at once; nvme_stream.py --sweep: 1 is slower, neither 2 nor 8 is better at all of it
 
@@ -34,79 +30,52 @@ def crc32(tensor: Tensor, crc: int = 0) -> int:
     return zlib.crc32((ctypes.c_char * num_bytes).from_address(address), crc) if num_bytes else crc
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    what: tuple[bool, int, int, int, int]
-    error: BaseException | None = None
-    over: Latch = field(default_factory=Latch)
-
-
 class ThreadedIoQueue:
-    """The native queue in Python, which cuts nothing into blocks: one thread takes all of a request."""
+    """The native queue in Python: one thread takes all of a request, in the order of submission, urgent or not."""
 
     def __init__(self, num_threads: int = IO_THREADS) -> None:
         if num_threads < 1:
             raise ValueError("IoQueue needs at least 1 thread")
         self._owner = os.getpid()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="gemini-io")
-        self._tickets: dict[int, _Request] = {}
-        self._urgent: deque[_Request] = deque()  # requests that no thread has taken yet
-        self._others: deque[_Request] = deque()
-        self._lock = threading.Lock()
+        self._tickets: dict[int, Future[None]] = {}
         self._next_ticket = itertools.count(1)
         self._closed = False
 
     def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool) -> int:
-        return self._submit((False, fd, address, nbytes, offset), urgent)
+        return self._submit(False, fd, address, nbytes, offset)
 
     def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool) -> int:
-        return self._submit((True, fd, address, nbytes, offset), urgent)
+        return self._submit(True, fd, address, nbytes, offset)
 
-    def _submit(self, what: tuple[bool, int, int, int, int], urgent: bool) -> int:
+    def _submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> int:
         self._require_owner()
-        with WHOLE, self._lock:
-            if self._closed:
-                raise ValueError("this IoQueue is closed")
+        if self._closed:
+            raise ValueError("this IoQueue is closed")
+        with WHOLE:
             ticket = next(self._next_ticket)
-            self._tickets[ticket] = request = _Request(what)
-            if what[3]:
-                (self._urgent if urgent else self._others).append(request)
-                # A thread gets one turn per request, and decides when its turn comes which request that is.
-                self._pool.submit(self._transfer_next)
-            else:
-                request.over.set()
+            request = self._pool.submit(_transfer, write, fd, address, nbytes, offset) if nbytes else _NOTHING
+            self._tickets[ticket] = request
         return ticket
 
-    def _transfer_next(self) -> None:
-        with self._lock:
-            request = (self._urgent or self._others).popleft()
-        try:
-            _transfer(*request.what)
-        except BaseException as error:
-            request.error = error
-        request.over.set()
-
     def wait(self, ticket: int) -> None:
-        self._require_owner()
         request = self._find(ticket)
-        request.over.wait()
+        wait([request])
         self._tickets.pop(ticket, None)  # not before: an interrupt leaves a ticket that can be waited for
-        if request.error is not None:
-            raise request.error
+        request.result()
 
     def done(self, ticket: int) -> bool:
-        self._require_owner()
-        return self._find(ticket).over.is_set
+        return self._find(ticket).done()
 
-    def _find(self, ticket: int) -> _Request:
+    def _find(self, ticket: int) -> Future[None]:
+        self._require_owner()
         if ticket not in self._tickets:
             raise ValueError(f"ticket {ticket} is unknown or was already waited for")
         return self._tickets[ticket]
 
     def close(self) -> None:
         self._require_owner()
-        with self._lock:
-            self._closed = True
+        self._closed = True
         self._pool.shutdown(wait=True)
 
     def _require_owner(self) -> None:
@@ -115,6 +84,10 @@ class ThreadedIoQueue:
                 f"this IoQueue belongs to process {self._owner}; its threads did not follow the fork: "
                 "make a new one in the child"
             )
+
+
+_NOTHING: Future[None] = Future()
+_NOTHING.set_result(None)
 
 
 def _transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
@@ -143,10 +116,11 @@ class IoQueue(_Queue):  # type: ignore[misc]
     Addresses, sizes and offsets are in bytes; what O_DIRECT asks of their alignment is the caller's business, and
     native code cuts blocks at multiples of 4 MiB from the start of a request. File and memory must live until ``wait``
     has returned or raised for the ticket; only then is the memory free of the threads. Requests start in the order of
-    submission, and end in any order. Urgent ones come first: their blocks go before every block of the others that is
-    not yet being transferred. ``done`` says whether ``wait`` would return or raise at once. A ticket is good for one
-    wait (else ValueError), which raises OSError with the errno of the first block that failed; a read beyond the end of
-    the file is EIO with a text that says so. ``close`` completes what was submitted and ends the threads.
+    submission, and end in any order. In native code urgent ones come first: their blocks go before every block of the
+    others that is not yet being transferred. ``done`` says whether ``wait`` would return or raise at once. A ticket is
+    good for one wait (else ValueError), which raises OSError with the errno of the first block that failed; a read
+    beyond the end of the file is EIO with a text that says so. ``close`` completes what was submitted and ends the
+    threads.
 
     A queue belongs to the process that made it: in a forked child every call raises RuntimeError. Calls may come from
     several threads.

@@ -63,10 +63,7 @@ def _init_with(hypers: Mapping[str, Hyper]) -> Any:
         [
             kinds("self", kinds.POSITIONAL_OR_KEYWORD),
             kinds("params", kinds.POSITIONAL_OR_KEYWORD, annotation=Any),
-            *(
-                kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=hyper.default, annotation=_type_of(hyper))
-                for name, hyper in hypers.items()
-            ),
+            *(kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=hyper.default) for name, hyper in hypers.items()),
             kinds("step_in_backward", kinds.KEYWORD_ONLY, default=False, annotation=bool),
         ]
     )
@@ -83,14 +80,6 @@ def _init_with(hypers: Mapping[str, Hyper]) -> Any:
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     return __init__
-
-
-def _type_of(hyper: Hyper) -> Any:
-    """The type of a hyperparameter, for signatures."""
-    kind = type(hyper.default)
-    if kind is tuple:
-        return tuple[(float,) * len(hyper.default)]  # type: ignore[misc]
-    return float if kind is int and "whole" not in hyper.within else kind
 
 
 def optimizer_named(name: str) -> type[HybridOptimizer]:
