@@ -9,6 +9,7 @@ here with the remedy.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,11 +45,11 @@ from gemini.train.step import alone, run_alone
 T = TypeVar("T")
 
 
-def _refused(why: str) -> Any:
+def _refused(error: GeminiError) -> Any:
     """A method that a managed model refuses."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise GeminiError(why)
+        raise copy.copy(error)  # a new one each time: it keeps the frames that it comes through
 
     return method
 
@@ -449,28 +450,34 @@ class GeminiDDP(nn.Module):
         )
 
     __deepcopy__ = _refused(
-        "a managed model cannot be deep-copied: copy it before GeminiDDP(model), or load model.state_dict() into a "
-        "fresh model"
+        GeminiError(
+            "a managed model cannot be deep-copied: copy it before GeminiDDP(model), or load model.state_dict() into a "
+            "fresh model"
+        )
     )
     __reduce_ex__ = _refused(
-        "a managed model cannot be pickled (torch.save(model), and copy.copy(model)): use model.save_pretrained(dir), "
-        "torch.save(model.state_dict(), file) or gemini.save_checkpoint(dir, model, optimizer)"
+        GeminiError(
+            "a managed model cannot be pickled (torch.save(model), copy.copy(model)): use model.save_pretrained(dir), "
+            "torch.save(model.state_dict(), file) or gemini.save_checkpoint(dir, model, optimizer)"
+        )
     )
     share_memory = _refused(
-        "share_memory() on a managed model: share a plain model's memory, and load state_dict() into it"
+        GeminiError("share_memory() on a managed model: share a plain model's memory, and load state_dict() into it")
     )
     resize_token_embeddings = _refused(
-        "resize_token_embeddings on a managed model: resize the embeddings before GeminiDDP(model)"
+        GeminiError("resize_token_embeddings on a managed model: resize the embeddings before GeminiDDP(model)")
     )
     # DistributedDataParallel asks for this before it touches any param; torch.jit for every name that there is.
     _ddp_params_and_buffers_to_ignore = property(
         _refused(
-            "neither DistributedDataParallel nor torch.jit takes a managed model, whose weights come and go: GeminiDDP "
-            "is there in place of the first; for the other, load model.state_dict() into a plain model"
+            GeminiError(
+                "neither DistributedDataParallel nor torch.jit takes a managed model, whose weights come and go: "
+                "GeminiDDP is in the place of the first; for the other, load model.state_dict() into a plain model"
+            )
         )
     )
     _replicate_for_data_parallel = _refused(
-        "DataParallel cannot replicate a managed model: run one process per GPU with torchrun"
+        GeminiError("DataParallel cannot replicate a managed model: run one process per GPU with torchrun")
     )
 
     def _own(self, param: Any, caller: str = "gathered()") -> ParamHandle:
