@@ -69,12 +69,12 @@ def _plan_whole(way: Way, status: Status) -> Answer:
     found: list[Found] = []
     if way.settings.fastest:
         way, found, candidates = choose(way, status)
-    trace, settings = way.trace(), way.settings
+    settings = way.settings
     status.update("choosing homes and moves ...")
     try:
         made = way.plan()
     except BudgetExceeded as e:
-        answer = Answer(describe(settings, way.machine, trace.forms[-1], refusal=e))
+        answer = Answer(describe(settings, way.machine, way.trace().forms[-1], refusal=e))
         status.update("looking for what to change ...")
         answer.report["changes"] += _changes(way)
     else:
@@ -88,8 +88,6 @@ def _plan_whole(way: Way, status: Status) -> Answer:
             answer.report["step"]["break_even"] = free
         if found:
             answer.report["fastest"] = chosen(found, candidates, answer.report)
-    if answer.report["tile_tokens"] != trace.tile_tokens:
-        answer.report["activations"]["whole_peak_bytes"] = trace.peak_bytes
     if settings.alternatives:
         for other in _alternatives(way, answer):
             answer.report["alternatives"].append(other)

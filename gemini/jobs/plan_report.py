@@ -89,7 +89,6 @@ def describe(
             "checkpoint_bytes": trace.checkpoint_bytes,
             "buffer_bytes": trace.buffer_bytes,
             "offloaded_to": plan.offload_activations if plan else None,
-            "whole_peak_bytes": None,
         },
         "refusal": None if refusal is None else str(refusal),
         "held": named(plan.held) if plan else {},
@@ -170,7 +169,7 @@ def screen(report: Report) -> list[str]:
 
 
 def _head(report: Report) -> Iterator[str]:
-    mesh, on_gpu, without = report["mesh"], report["compute"] == "gpu", report["activations"]["whole_peak_bytes"]
+    mesh, on_gpu = report["mesh"], report["compute"] == "gpu"
     # Of a mesh all else is one rank.
     of_all = mesh or {**report, "micro_batches": report["accumulate"]}
     ranks, micro_batches = of_all["ranks"], of_all["micro_batches"]
@@ -178,12 +177,11 @@ def _head(report: Report) -> Iterator[str]:
     of_them = f", {human_count(frozen)} of them frozen" if frozen else ""
     yield f"{report['model']}, {human_count(of_all['num_params'])} params{of_them}, {report['precision']}"
     shapes = sorted({"x".join(map(str, shape)) for shape in report["batch"].values()})
-    because = f" (auto: without them {human_bytes(without)} beside params, which do not fit)" if without else ""
     step_words = {
         f"{', '.join(shapes) or 'a batch'} tokens": True,
         f"{micro_batches} micro-batches": micro_batches > 1,
         "gradient checkpointing": report["checkpointing"],
-        f"tiles of {tile_words(report['tile_tokens'])}{because}": report["tile_tokens"],
+        f"tiles of {tile_words(report['tile_tokens'])}": report["tile_tokens"],
         f"{ranks} {'GPUs' if on_gpu else 'processes'}": ranks > 1,
         f"gradients {report['gradients']}": report["gradients"] != "retain",
         f"{report['tokens']:,} tokens a step": micro_batches * ranks > 1 and (report["fits"] or not mesh),
@@ -262,8 +260,6 @@ def _fastest(report: Report) -> Iterator[str]:
         return
     of_all = f"the quickest of {best['candidates']} ways that fit" if report["step"] else "the largest that fits"
     yield fact("chosen", f"{best['options']} ({of_all}, {best['played']} planned)")
-    if best["hours_per_million"]:
-        yield fact("", f"{best['hours_per_million']:.3g} hours for a million tokens")
     for number, other in enumerate(best["runners_up"]):
         words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['loss']:.1%} less"
         yield fact("" if number else "next to it", words)

@@ -40,18 +40,15 @@ ROUNDED = 1.01
 
 
 class Machine(NamedTuple):
-    """What there is to plan for: bytes per tier of one machine and where each comes from; its speeds if known.
+    """What there is to plan for."""
 
-    ``sharing``: ranks that divide its host memory and drives. ``beyond``: tiers that more was given of than it has.
-    """
-
-    budgets: dict[Tier, int]
-    origins: dict[Tier, str]
-    hardware: Hardware | None
+    budgets: dict[Tier, int]  # bytes of one machine
+    origins: dict[Tier, str]  # where they come from, if they were not given
+    hardware: Hardware | None  # its speeds, if known
     compute: Tier
     ranks: int
-    sharing: int
-    beyond: tuple[Tier, ...]
+    sharing: int  # ranks that divide its host memory and drives
+    beyond: tuple[Tier, ...]  # tiers that more was given of than it has
 
     @property
     def budgets_of_rank(self) -> dict[Tier, int]:
@@ -348,7 +345,6 @@ def chosen(found: list[Found], candidates: int, report: dict[str, Any]) -> dict[
         "options": options_of(best.way),
         "candidates": candidates,
         "played": len(found),
-        "hours_per_million": 1e6 / step["tokens_per_second"] / 3600 if step else None,
         "runners_up": [
             {
                 "options": options_of(other.way),

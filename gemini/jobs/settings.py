@@ -149,6 +149,7 @@ def spelled(name: str) -> str:
 
 _NAMES = "A Hugging Face config.json, a model folder (its weights are not read), or a preset: gpt2-small."
 _MODEL, _STEP, _MACHINE, _OUTPUT = "Which model", "Which step", "On what", "What is written"
+_JSON = "Print JSON, and nothing else, on stdout."
 _ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 
 
@@ -163,14 +164,10 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Printed(Record):
-    json: bool = opt(_OUTPUT, "Print JSON, and nothing else, on stdout.", False)
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Played(Record):
     """Options of a step that is played on a machine."""
 
+    json: bool = opt(_OUTPUT, _JSON, False)
     machine: str | None = opt(
         _MACHINE,
         "Whose speeds are predicted with: a machine by name, or a JSON file of `gemini doctor --measure`; where yours "
@@ -207,7 +204,7 @@ class _Step(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceSettings(_Printed, _Step):
+class TraceSettings(_Step):
     """The step that is traced: the options of ``gemini trace``."""
 
     config: str | None = opt(None, _NAMES, metavar="CONFIG")
@@ -216,11 +213,12 @@ class TraceSettings(_Printed, _Step):
     tp: int = opt(_STEP, "Slices of layers, of which this is one.", 1, least=1)
     cp: int = opt(_STEP, "Parts of sequences, of which this is one.", 1, least=1)
     target: str = opt(_STEP, "Whose workspaces count.", "cuda", choices=("cpu", "cuda"))
+    json: bool = opt(_OUTPUT, _JSON, False)
     out: Path | None = opt(_OUTPUT, "A JSON file for the trace: what --trace of `plan` takes.", type=new_file)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateSettings(_Printed, _Played):
+class SimulateSettings(_Played):
     """The options of ``gemini simulate``."""
 
     plan: Path = opt(None, "A plan: a JSON file of `plan --out`.", metavar="PLAN")
@@ -232,7 +230,7 @@ def _budget(where: str, of: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(_Printed, _Played, _Step):
+class PlanSettings(_Played, _Step):
     """The options of ``gemini plan``. What describes the step to trace is None if left out."""
 
     config: str | None = opt(None, f"{_NAMES} With --trace it may be left out.", metavar="CONFIG", nargs="?")

@@ -94,38 +94,22 @@ _TrlParser: Any = trl.TrlParser
 
 
 class Options(NamedTuple):
-    """A job as it was asked for.
+    """A job as it was asked for."""
 
-    Attributes:
-        kind: "sft", "dpo", ...
-        script: TRL's arguments of its scripts: the data.
-        args: the trainer's (``trl.SFTConfig``, ...).
-        model: TRL's ``ModelConfig``.
-        mixture: TRL's ``DatasetMixtureConfig``.
-        ours: Gemini's.
-        said: what was given, by name; all else is a default.
-        compiles: whether the blocks are compiled. To the Trainer ``torch_compile`` means the whole model.
-        config: how the model is managed.
-    """
-
-    kind: str
-    script: Any
-    args: Any
-    model: Any
-    mixture: Any
+    kind: str  # "sft", "dpo", ...
+    script: Any  # TRL's arguments of its scripts: the data
+    args: Any  # the trainer's (trl.SFTConfig, ...)
+    model: Any  # TRL's ModelConfig
+    mixture: Any  # TRL's DatasetMixtureConfig
     ours: GeminiArguments
-    said: dict[str, Any]
-    compiles: bool
-    config: GeminiConfig
+    said: dict[str, Any]  # what was given, by name; all else is a default
+    compiles: bool  # the blocks; to the Trainer torch_compile means the whole model
+    config: GeminiConfig  # how the model is managed
 
 
 class Parser(Refusing, _TrlParser):
-    """TRL's, which keeps apart what was said from what is a default.
-
-    Attributes:
-        kind: "sft", "dpo", ...
-        values: of every option, once words are read.
-        said: those that were given, by name.
+    """TRL's for a ``kind`` ("sft", "dpo", ...), which keeps apart what was ``said`` from defaults; ``values`` has every
+    option once words are read.
     """
 
     values: Namespace

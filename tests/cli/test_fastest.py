@@ -203,7 +203,6 @@ def test_the_answer_says_what_else_there_is_and_what_runs_it(gemini_command: Com
     said = gemini_command.told("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB")
     best = said["fastest"]
     assert said["tokens"] == 512 and best["played"] <= best["candidates"]
-    assert best["hours_per_million"] == pytest.approx(1e6 / said["step"]["tokens_per_second"] / 3600)
     rates = [other["tokens_per_second"] for other in best["runners_up"]]
     assert rates == sorted(rates, reverse=True) and all(0 <= other["loss"] < 1 for other in best["runners_up"])
     again = gemini_command.told(
@@ -214,7 +213,7 @@ def test_the_answer_says_what_else_there_is_and_what_runs_it(gemini_command: Com
     page = (Path(gemini.__file__).parents[1] / "docs" / "reference" / "cli.md").read_text()
     assert all(f"`{name}`" in page for name in ("fastest", *best))
     screen = gemini_command.ok("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB").stdout
-    assert f"chosen {best['options']}" in " ".join(screen.split()) and "hours for a million tokens" in screen
+    assert f"chosen {best['options']}" in " ".join(screen.split())
     assert "run it with      gemini sft --model-name-or-path" in screen
 
 
