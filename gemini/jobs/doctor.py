@@ -28,7 +28,8 @@ from rich.console import Console
 
 from gemini import kernels
 from gemini.errors import GeminiError, StorageError, counted, human_bytes
-from gemini.jobs.screen import WIDEST, human_count, write_file
+from gemini.jobs.errors import refusing
+from gemini.jobs.screen import WIDEST, human_count
 from gemini.jobs.settings import DoctorSettings
 from gemini.machines.measure import measure
 from gemini.memory import nvme
@@ -165,7 +166,8 @@ def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
         gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, " if torch.cuda.is_available() else ""
         name = f"{gpus}{_cpu_name()}, {kernels.get_num_threads()} cores"
         hardware = Hardware(name, {key: figures[key] for key in FIGURES if key in figures})
-        write_file(asked.json, hardware.to_json() + "\n", "--json")
+        with refusing(f"--json {asked.json} cannot be written"):
+            asked.json.write_text(hardware.to_json() + "\n", encoding="utf-8")
         yield f"written to {asked.json}"
 
 

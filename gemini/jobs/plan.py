@@ -26,6 +26,7 @@ from gemini.planning.costs import MeshSizes
 from gemini.planning.hardware import Hardware
 from gemini.planning.parallel import MeshOutcome, least_seconds, play_mesh
 from gemini.planning.plan import Plan
+from gemini.planning.rules import RULES
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import Tier
@@ -108,7 +109,7 @@ def _others(way: Way, *, fits: bool) -> Iterator[tuple[str, dict[str, Any], str]
     too_large, lora = on_gpu and not fits, {"lora": LORA_RANK} if no_lora else {}
     waits = settings.offload_activations == "no" and trace.checkpoint_bytes > 0
     one_backward = settings.gradients is None and settings.accumulate == 1 and trace.precision != "fp16"
-    exact = settings.states == "exact" and trace.precision == "bf16" and settings.has_compact_form
+    exact = settings.states == "exact" and trace.precision == "bf16" and RULES[settings.optimizer].squares is not None
     options: tuple[tuple[bool, dict[str, Any], str], ...] = (
         (on_gpu and here and not settings.gradient_checkpointing, {"gradient_checkpointing": True}, "same bits"),
         (too_large and here and sequences > 1, small, "the same step in small micro-batches"),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.status import Status
 
 import gemini
-from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes, parse_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings, TraceSettings, spelled
@@ -66,7 +66,7 @@ def machine_of(settings: PlanSettings) -> Machine:
     for tier in Tier:
         if tier is Tier.GPU and settings.compute == "cpu":
             continue
-        given = settings.given_bytes(tier)
+        given = None if (said := getattr(settings, tier.value)) is None else parse_bytes(said)
         capacity = None if hardware is None else hardware.capacity(tier)
         if given is None and capacity is not None:
             given, origins[tier] = int(capacity * MARGIN), f"({MARGIN:.0%} of {human_bytes(capacity)})"

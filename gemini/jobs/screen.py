@@ -8,14 +8,13 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 
 from gemini.errors import human_bytes
-from gemini.jobs.errors import JobError, refusing
+from gemini.jobs.errors import refusing
 from gemini.planning.timeline import Timeline
 
 WIDEST = 100
@@ -84,14 +83,6 @@ def stdout_closed_to_others() -> Iterator[None]:
         os.close(kept)
 
 
-def write_file(path: Path, text: str, option: str = "--out") -> None:
-    """Raises: JobError: if it cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise JobError(f"{option} {path} cannot be written: {e.strerror or e}. Choose a file you may write.") from e
-
-
 def answer(
     settings: Any,
     console: Console,
@@ -111,7 +102,8 @@ def answer(
         say(console, lines)
     written: list[str] = []
     if settings.out is not None and value is not None:
-        write_file(settings.out, value)
+        with refusing(f"--out {settings.out} cannot be written"):
+            settings.out.write_text(value, encoding="utf-8")
         written.append(f"{settings.out}{hint}")
     if timeline is not None:
         for path in settings.picture:

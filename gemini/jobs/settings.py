@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,6 @@ from gemini.jobs.errors import JobError
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
 from gemini.planning.rules import RULES, STATES, rule_named, spec_for
 from gemini.planning.token_tiles import as_tiles, tile_sizes
-from gemini.tiers import Tier
 
 MOST_POSITIONS = 4096
 """What a sequence has by default at most; less where the model has fewer positions."""
@@ -290,23 +289,9 @@ class PlanSettings(_Played, _Step):
             raise JobError(f"--optimizer {self.optimizer}: {e}.") from None
 
     @property
-    def has_compact_form(self) -> bool:
-        """Whether the update rule can have compact states."""
-        try:
-            replace(self, states="compact").rule_in("bf16")
-        except JobError:
-            return False
-        return True
-
-    @property
     def kept_gradients(self) -> str:
         """What is kept until the update: several micro-batches need sums, for which the runtime takes fp32."""
         return self.gradients or ("accumulate" if self.accumulate > 1 else "retain")
-
-    def given_bytes(self, tier: Tier) -> int | None:
-        """The budget of a tier as given; None where it was left out."""
-        given = getattr(self, tier.value)
-        return None if given is None else parse_bytes(given)
 
     def traced(self, **more: Any) -> TraceSettings:
         """The step to trace."""

@@ -82,11 +82,9 @@ def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path 
 
 def prepare_out(out: Path) -> None:
     """Make the folder, and find out now, not after hours, whether it can be written to."""
-    try:
+    with refusing(f"--output_dir {out} cannot be written to"):
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()  # nameless: several processes may try at once
-    except OSError as e:
-        raise JobError(f"--output_dir {out} cannot be written to: {e.strerror or e}. Choose another folder.") from e
 
 
 @contextmanager

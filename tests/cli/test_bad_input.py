@@ -116,7 +116,7 @@ def test_an_out_folder_that_cannot_be_or_is_taken(
         given = ("--model_name_or_path", tiny_config, "--dataset_name", text, "--output_dir", out, *more)
         return gemini_command("sft", *given)
 
-    refused(train(text / "below"), "cannot be written to: Not a directory")
+    refused(train(text / "below"), "cannot be written to: [Errno 20] Not a directory")
     taken = tmp_path / "taken"
     checkpoint = taken / "checkpoint-20"
     (checkpoint / "gemini").mkdir(parents=True)
