@@ -1,16 +1,12 @@
 """Which module calls are running, which chunks they keep gathered in forward and in backward, and what they give.
 
-Forward is a stack. Backward needs a rule: autograd runs nodes strictly in the reverse order of their creation, so when
-the backward of one call begins, every call that is neither around it nor inside it is over, and its chunks may go. The
-rule needs no hook at the end of a module's backward, where torch has none that can be trusted. It is about time and
-room only: what backward reads is right whatever it says (:mod:`gemini.train.modules.saved_weights`).
-
-Each thread has a stack of its own: a model may run branches of its forward in several threads, and several threads may
-evaluate one model.
+Forward is a stack, one of each thread. Backward needs a rule: autograd runs nodes in the reverse order of their
+creation, so when the backward of one call begins, every call that is neither around it nor inside it is over, and its
+chunks may go. No hook at the end of a module's backward is needed, where torch has none that can be trusted. The rule
+is about time and room only: what backward reads is right whatever it says (:mod:`gemini.train.modules.saved_weights`).
 
 A forward inside backward is a recomputation (gradient checkpointing). The node that asked for it waits, so what
-backward keeps is let go for the time and gathered again before the node goes on: recomputing needs no more room than
-forward did.
+backward keeps is let go for the time and gathered again before the node goes on.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Weights of 4 bits: params whose elements are bytes of codes, and the scales that make numbers of them.
+"""Weights of 4 bits: params whose elements are bytes of codes, the scales that make numbers of them, and their layers.
 
 bitsandbytes keeps such a weight as a ``Params4bit``: uint8 codes, two weights in each, and beside them a
 ``quant_state`` with one fp32 scale for each block of 64 weights (QLoRA, https://arxiv.org/abs/2305.14314, section 3;
 its double quantization keeps a byte for each, and an fp32 one for 256 of those). Codes are frozen params in chunks of
 bytes; scales stay on the device, as buffers do. Told by names: the library is never imported here.
 
-The backward of its layers reads the codes again, which their forward keeps on ``ctx``, out of sight of saved-tensor
-hooks: a window would then stay until backward. Given to autograd instead they are found again by their place. And on
-processors with AVX512-BF16 an evaluation packs the codes anew in the layout of another kernel, for good: managed layers
-keep theirs, so that evaluation computes as training does.
+Its layers keep codes on ``ctx`` for backward, out of sight of saved-tensor hooks: given to autograd instead they are
+found again by their place. And with AVX512-BF16 an evaluation would pack codes anew for another kernel, for good.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """``torch.compile`` and managed models: parts of a model may be compiled, the model as a whole may not.
 
-What is compiled runs without Python in between, so no module inside it can gather its weights when it is called. A
-compiled module is therefore read as a whole: all that is under it is gathered when it begins and again when the
-gradient of its output arrives, and what is under it has no hooks. Repeated blocks are the natural parts. A whole model
-would be gathered at once, which is what chunks are there to avoid, so that is refused, and so is a managed model that
-is called from inside of compiled code.
+No module inside compiled code can gather its weights when it is called, so a compiled module is read as a whole: all
+that is under it is gathered when it begins and when the gradient of its output arrives, and has no hooks. Repeated
+blocks are the natural parts; a whole model would be gathered at once, so that is refused, and so is a managed model
+that is called from inside of compiled code, or has a ``torch.compile(module)`` in it, which renames params.
 
 ``module.compile()`` compiles what hooks hang on (``_call_impl``), ``module.forward = torch.compile(module.forward)``
-does not; :func:`hook_around` keeps hooks outside of both. ``torch.compile(module)`` puts another module around the
-first one, whose params then have other names (``_orig_mod``): it is refused for parts too, with what keeps the names.
+does not; :func:`hook_around` keeps hooks outside of both.
 """
 
 from __future__ import annotations

@@ -115,9 +115,7 @@ def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
     ):
         raise GeminiError(
             f"{type(module).__name__} of PEFT was given a model that Gemini manages already: nothing was changed. "
-            "Wrap after PEFT: GeminiDDP(get_peft_model(model, peft_config), config). Then the frozen base takes "
-            "2 bytes per param in half precision, and the adapters are clipped, saved and shared by ranks like every "
-            "trained param"
+            "Wrap after PEFT: GeminiDDP(get_peft_model(model, peft_config), config)"
         )
 
 

@@ -1,11 +1,10 @@
 """Parts of a model that stay in fp32 beside those of two bytes: which they are, and what is cast where they meet.
 
 Stays in fp32 what is so already in a model of bf16 or fp16, what the model's class declares (transformers'
-``_keep_in_fp32_modules``, with the meaning it has there), what torch can only compute with the fp32 buffers beside it
-(running statistics, spectral norms), and what ``GeminiConfig(keep_fp32=)`` names. Where the first two meet the rest is
-the model's own business, as in plain torch; torch's parts and those that were named are helped here. So are torch's
-layers that are given fp32 values a program made in its forward (times, positions, noise), where torch refuses the pair
-and autocast does not. Inputs of the whole are cast as FSDP2's policy casts them.
+``_keep_in_fp32_modules``), what torch can only compute with the fp32 buffers beside it (running statistics, spectral
+norms), and what ``GeminiConfig(keep_fp32=)`` names. Where the first two meet the rest is the model's own business, as
+in plain torch; torch's parts and those that were named are helped here. So are torch's layers that are given fp32
+values which a program made in its forward. Inputs of the whole are cast as FSDP2's policy casts them.
 """
 
 from __future__ import annotations

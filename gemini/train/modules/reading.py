@@ -1,12 +1,10 @@
 """What a model is made of, found in one walk: modules, params, and which params a module reads in its own forward.
 
-What a module reads is gathered when it starts, and counted before it fits. Most modules read the params they own.
-``nn.ParameterDict`` and ``nn.ParameterList`` are never called, so whoever holds them reads what is in them. A compiled
-module reads all that is under it, where nothing is called on its own any more, and so does one that is computed in
-tiles, which would else read each of its weights once more for every tile. A tuner layer of PEFT (LoRA and its kin
-around one layer of the base) reads all that is under it: DoRA takes the norm of the base weight, IA3 scales it, LoHa
-and OFT build new weights out of factors. So does CPT, which bounds its prompts. So do torch's own layers with a fused
-path for evaluation: it computes other bits than the plain one, and is taken only where every param is an ordinary one.
+What a module reads is gathered when it starts, and counted before it fits. Most read the params they own, and those in
+a ``nn.ParameterDict`` or ``nn.ParameterList`` that they hold, which are never called. All that is under it is read by a
+module that is compiled or computed in tiles; by a tuner layer of PEFT (DoRA takes the norm of the base weight, IA3
+scales it, LoHa and OFT build new ones) and CPT; and by torch's own layers with a fused path for evaluation, which
+computes other bits and is taken only where every param is an ordinary one.
 """
 
 from __future__ import annotations
@@ -61,16 +59,15 @@ class Structure:
     """Findings of one walk of a model. It is a snapshot: what is compiled or tiled later needs another one.
 
     Attributes:
-        modules: every module once, by path, as ``named_modules()`` gives them.
+        modules: every module once, by path.
         params: every param once, in declaration order.
         coded: the params (by ``id``) whose elements are 4-bit codes.
         compiled: the modules (by ``id``) that run as compiled code.
         holders: the modules (by ``id``) with a param in them or in a module below.
         read_as_a_whole: whether a module reads all that is under it, where nothing is called on its own.
         visits: the modules that are called on their own, under each of their paths.
-        adapters: the params (by ``id``) of all adapters, of those too that are not active now and so do not require
-            gradients. They are laid out as trained ones, so that ``set_adapter`` finds states for them, and not beside
-            base weights, which would get states with them.
+        adapters: the params (by ``id``) of all adapters, also of those that are not active now: laid out as trained
+            ones, so that ``set_adapter`` finds states for them, and apart from base weights.
     """
 
     def __init__(self, model: nn.Module):

@@ -1,10 +1,8 @@
 """What autograd saves of weights that move, and who else still looks into a window.
 
-Autograd saves *views* of weights. While a module with weights that move computes, the saved-tensor hooks of torch are
-open, and what is saved of a window is kept as its place in the chunk: when a node of backward asks for it, in whatever
-pass, order or thread, the chunk is gathered again. So backward finds the weights that forward read wherever a module's
-results went (an attribute, a list, an object of any class, a second derivative). Everything else that is saved there is
-kept as torch keeps it, with torch's own check that nobody wrote to it.
+Autograd saves *views* of weights. While a module with weights that move computes, saved-tensor hooks are open, and what
+is saved of a window is kept as its place in the chunk, which is gathered again when a node of backward asks for it, in
+whatever pass, order or thread. So backward finds the weights that forward read wherever a module's results went.
 
 What no hook sees (a view kept in an attribute or on ``ctx``, a NumPy array, what ``torch.func`` saves) is a tensor over
 the window's storage, and torch counts those. A window that others look into is *lent*: it is not evicted, and after an
@@ -301,8 +299,7 @@ class SavedWeights:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
-                    f"expected version {version} instead. Hint: enable anomaly detection to find the operation "
-                    "that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+                    f"expected version {version} instead. torch.autograd.set_detect_anomaly(True) finds the operation"
                 )
             return tensor
         if kind is _Elsewhere:

@@ -1,13 +1,10 @@
 """Token tiles: parts of a model that work token by token, computed a few tokens at a time, so that what they keep and
 return for a whole sequence never exists at once.
 
-Two parts of a language model take most of what a long sequence costs beside the inputs of its blocks: the MLPs (or
-experts), whose inner width is several times the hidden one, and the head with its loss, whose logits are as wide as the
-vocabulary (:mod:`gemini.train.modules.tiled_logits`). Next come norms, whose backward has six copies of its input in
-fp32. All are computed under ``torch.utils.checkpoint``, a tile at a
-time: forward keeps their inputs, backward computes one tile again after the other, and autograd adds up what the tiles
-give their params, so a param's gradient is there once. The weights of an MLP are read by every tile, so they are
-gathered together (:mod:`gemini.train.modules.reading`) and stay until its last tile.
+What costs most of a long sequence beside the inputs of blocks are MLPs (or experts), whose inner width is several times
+the hidden one, the head with its loss (:mod:`gemini.train.modules.tiled_logits`), and norms, whose backward has six
+copies of its input in fp32. All are computed under ``torch.utils.checkpoint``, a tile at a time: forward keeps their
+inputs, and backward computes one tile again after the other. The weights of an MLP are gathered once for all its tiles.
 
 Losses keep their bits as long as a matrix product of fewer rows has the same ones, which the products of torch do but
 for one or two rows and, of some shapes, several threads; gradients of params are the same sums in another order.

@@ -47,13 +47,11 @@ class States(defaultdict):  # type: ignore[type-arg]
     """``optimizer.state``: of plain params what it holds, of managed ones a look at their planes.
 
     What takes the state of a managed param out of it (``clear``, ``pop``, ``del``, or ``{}`` in its place) lets that
-    param start anew, as in torch.
+    param start anew, as in torch. ``len`` and iteration count states of plain params alone.
 
-    ``len`` and iteration count states of plain params alone: what goes over all states would put others in their place.
     False before the first step, as in torch. torch.distributed.checkpoint, which loads into states that are there,
-    would make a step with gradients of zeros then. It finds states of zeros in its place: managed params have them
-    already, and ``listed`` says that they are in ``state_dict()`` from then on. It also asks each param for the names
-    of its states.
+    would make a step with gradients of zeros then. It finds states of zeros in its place, and ``listed`` says that
+    those of managed params are in ``state_dict()`` from then on.
     """
 
     def __init__(self, optimizer: HybridOptimizer, states: Mapping[Any, Any]):

@@ -2,12 +2,8 @@
 
 While a module computes, a managed param is an ordinary ``nn.Parameter`` and costs nothing. At rest its class is
 :class:`ManagedParameter` (as torch's own ``UninitializedParameter`` becomes a ``Parameter``), whose
-``__torch_function__`` sees every use: its shape, dtype and the like are answered; inside a forward its chunk is
-gathered and the call goes on (a fused op that reads another module's weight), and so it does for one elsewhere that
-autograd records; other operations get a copy of the values, and what they have written to it becomes the master, as in
-``gathered(write=True)``. What would lose a gradient or share the memory of weights is refused with the remedy.
-``param.detach()``, ``param.data`` and views are such uses put off (:class:`ReadLater`). So a write can never
-leave a stale residual, and the same program behaves the same wherever its weights happen to live.
+``__torch_function__`` sees every use. What would lose a gradient or share the memory of weights is refused with the
+remedy. So a write can never leave a stale residual, and the same program behaves the same wherever its weights live.
 """
 
 from __future__ import annotations
@@ -285,8 +281,7 @@ class ReadLater(torch.Tensor):
     """``param.detach()`` and ``param.data`` of a managed param outside of forward, states of optimizers, and views of
     these: values that are read at each use.
 
-    In torch they share memory with the param or the state, so that what is read of them later is what that is then, and
-    so it is here: what is written to them is written to it.
+    In torch they share memory with the param or the state: what is read later is what that is then, and so it is here.
     """
 
     _shown: Shown
@@ -643,8 +638,7 @@ def note_grad_read(param: Any) -> None:
         return
     _warned.add(owner)
     warn(
-        f"p.grad of managed param {handle.name!r} was read after a backward: it is always None, since "
-        "gradients of a managed model live in chunks, and what is done with it (clamping, noise, logging a norm) does "
-        "nothing. Read them with model.full_grad(name), clip them with model.clip_grad_norm_(max_norm). This is said "
-        "once per model"
+        f"p.grad of managed param {handle.name!r} was read after a backward: it is always None, since gradients live "
+        "in chunks, and what is done with it does nothing. Read them with model.full_grad(name), clip them with "
+        "model.clip_grad_norm_(max_norm). This is said once per model"
     )

@@ -1,10 +1,7 @@
 """Writes to gathered weights become the masters exactly: those of a program inside ``model.gathered(write=True)``, and
-those of a module inside its own forward.
-
-Before it looks rows up, ``nn.Embedding(max_norm=...)`` scales those that are longer, in place and unseen by autograd;
-so does a module of the program's own that has a number called ``max_norm``. The rotations of OFT with ``coft=True`` and
-the prompts of CPT bound themselves in each forward, and layers with a merged adapter that is disabled take it out of
-the weights first. Elements that such a write changed have no residual any more, the others keep theirs.
+those of a module inside its own forward: ``nn.Embedding(max_norm=...)`` and modules of the program's own with a number
+called ``max_norm`` scale rows, OFT with ``coft=True`` and CPT bound what they have, and layers with a merged adapter
+that is disabled take it out first. Elements that such a write changed have no residual any more, others keep theirs.
 """
 
 from __future__ import annotations

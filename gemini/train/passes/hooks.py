@@ -1,10 +1,10 @@
 """What is hooked into a model, and which pass each hook tells.
 
-Two kinds of modules are hooked. Modules that own params whose weights must be gathered: gather before forward, let go
-after it, gather again when the gradient of their output arrives. And *entrances* (the root, its named parts and each
-numbered block, where a user may call in): they begin and end the phase in which params are ordinary, and the outermost
-one marks where backward enters. Nothing is released on module backward hooks (they fire before the params' gradients)
-and nothing counts on pre and post being balanced: recomputation and exceptions break that.
+Modules that own params whose weights must be gathered: before forward, let go after it, and again when the gradient of
+their output arrives. And *entrances* (the root, its named parts and each numbered block, where a user may call in):
+they begin and end the phase in which params are ordinary, and the outermost one marks where backward enters. Nothing is
+released on module backward hooks (they fire before the params' gradients) and nothing counts on pre and post being
+balanced: recomputation and exceptions break that.
 """
 
 from __future__ import annotations

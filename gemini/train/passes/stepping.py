@@ -252,19 +252,11 @@ class Stepping:
         groups: list[dict[str, Any]],
         scalars: Callable[[Mapping[str, Any], int, float], Hashable],
     ) -> None:
-        """Update these params (``takes_step``) and end the step.
+        """Update these params (``takes_step``), each of a group, by ``UpdateRule.scalars``, and end the step.
 
-        Where gradients were summed and all of the update is on a GPU, the GPU looks: it then leaves everything as it
-        is, and the host is told before the next backward takes its first gradient, or by whoever waits before.
-
-        Args:
-            groups: the param group of each.
-            scalars: ``UpdateRule.scalars``: what to update a param with.
-
-        Raises:
-            NonFiniteGradient: naming the param; nothing was changed. Where the host looks.
-            GeminiError: for gradients that a scaler has scaled and not unscaled.
-            ParamAccessError: for weights that the program has written to.
+        Gradients that are not finite are refused, and nothing was changed. Where they were summed and all of the update
+        is on a GPU, the GPU looks: it then leaves everything as it is, and the host is told before the next backward
+        takes its first gradient, or by whoever waits before.
         """
         is_scaled = self.scaling.is_scaled
         if is_scaled:
