@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gemini
 from gemini.train.modules.reading import Structure
-from gemini.train.modules.tiled_loss import split_rows
+from gemini.train.modules.tiled_logits import split_rows
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.wrap import unmanage
 from tests import models

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from gemini.errors import GeminiError
 from gemini.planning.token_tiles import LEAST_TILE, tile_sizes, tile_tokens_for
 from gemini.train.modules.reading import READ_AS_A_WHOLE
-from gemini.train.modules.tiled_logits import find_head
-from gemini.train.modules.tiled_loss import split_rows
+from gemini.train.modules.tiled_logits import find_head, split_rows
 
 _CHECKED_TOKENS = 8
 _OF_EXPERTS = ("hidden_states", "top_k_index", "top_k_weights")

@@ -343,7 +343,7 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
     if handle.chunk.trained:  # else it is frozen, and nothing was kept
         handle.num_steps, handle.restored, handle.waiting = int(state.get("step", 0)), -1, None
     if state.get(MASTER) is not None and by_names.rounds(handle):
-        by_names.complete_rounded(handle, state[MASTER])
+        by_names.complete(handle, state[MASTER], None)
     for kind in handle.chunk.states:
         value, plane = state.get(kind), handle.chunk.planes[kind]
         shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)

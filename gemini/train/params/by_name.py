@@ -188,28 +188,27 @@ class ByName:
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
 
-    def complete(self, handle: ParamHandle, residual: torch.Tensor, of: int | None) -> None:
-        """Make ``residual``, as an optimizer was saved with it, the lower bits of the master: now if the weights are
-        those with the sum ``of`` that it was saved with (or nothing is known of these), else when they are written.
+    def complete(self, handle: ParamHandle, rest: torch.Tensor, of: int | None) -> None:
+        """Make ``rest``, as an optimizer was saved with it, the lower bits of the master, in fp16 all of it: now if the
+        weights are those with the sum ``of`` that it was saved with, else when they are written. A master knows itself
+        which weights it belongs to; of bits without a sum nothing is known.
         """
         # Kept also when it fits at once: the weights may be loaded again after the optimizer's state.
-        handle.waiting = None if of is None else WaitingResidual(residual, of, handle.num_steps)
-        if of is None or of == self.sum_of_weights(handle):
-            self.write_plane(handle, RESIDUAL, residual)
-            if handle.waiting is not None:
-                handle.waiting.met = True
+        waiting = WaitingResidual(rest, of, handle.num_steps)
+        if self.rounds(handle):
+            kind, waits = WEIGHTS, True
+            waiting.met = same_bits(self.read(handle), rest.to(handle.chunk.flat.dtype))
+        else:
+            kind, waits = RESIDUAL, of is not None
+            waiting.met = of is None or of == self.sum_of_weights(handle)
+        handle.waiting = waiting if waits else None
+        if waiting.met:
+            self.write_plane(handle, kind, rest)
 
     def rounds(self, handle: ParamHandle) -> bool:
         """Whether a param's weights, as modules read them, are the rounding of the master that is kept: in fp16."""
         kept = handle.chunk.planes[WEIGHTS].dtype
         return handle.chunk.trained and RESIDUAL not in handle.chunk.planes and kept != handle.chunk.flat.dtype
-
-    def complete_rounded(self, handle: ParamHandle, master: torch.Tensor) -> None:
-        """Do that for a param that :meth:`rounds`: ``master`` knows itself which weights it belongs to."""
-        handle.waiting = WaitingResidual(master, None, handle.num_steps)
-        if same_bits(self.read(handle), master.to(handle.chunk.flat.dtype)):
-            self.write_plane(handle, WEIGHTS, master)
-            handle.waiting.met = True
 
     def sum_of_weights(self, handle: ParamHandle) -> int:
         """Compute the CRC-32 of the weights of a bf16 param. All ranks ask together, or serve one that does."""
