@@ -66,13 +66,8 @@ LABELS = ("labels", "shift_labels")
 def course_of(
     model: nn.Module, batch: Mapping[str, Any], loss_from: Callable[[Any], torch.Tensor] | None = None
 ) -> Course:
-    """Run ``model`` on ``batch``, without values.
-
-    Args:
-        loss_from: makes a loss of what forward returns, where that has none.
-
-    Raises:
-        ValueError: for a model whose blocks do not follow each other with nothing but hidden states between them.
+    """Run ``model`` on ``batch``, without values. ``loss_from`` makes a loss of what forward returns. Raises ValueError
+    for a model whose blocks do not follow each other with nothing but hidden states between them.
     """
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
@@ -182,11 +177,7 @@ def on_meta(model: nn.Module) -> dict[int, Any]:
 
 
 def _blocks_in(model: nn.Module) -> tuple[str, ...]:
-    """The numbered modules with the most params.
-
-    Raises:
-        ValueError: if there are none.
-    """
+    """The numbered modules with the most params."""
     best: tuple[int, tuple[str, ...]] = (0, ())
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:

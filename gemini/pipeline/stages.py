@@ -227,10 +227,8 @@ class Stage(nn.Module):
                     end.__dict__.update(given=None, seen=None)
 
     def loss_of(self, output: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
-        """The loss in what the last stage gave, or what ``loss`` makes of that.
-
-        Raises:
-            GeminiError: if there is none, or if it depends on what other stages have computed.
+        """The loss in what the last stage gave, or what ``loss`` makes of that. Raises :class:`Strayed` if it depends
+        on what other stages have computed.
         """
         own = loss_of(self.__dict__["model"], output, loss)
         check(own)
@@ -310,11 +308,7 @@ def _place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def micro_batches_of(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
-    """Equal parts of all tensors along their first dim; what is no tensor is in each.
-
-    Raises:
-        ValueError: if they cannot be.
-    """
+    """Equal parts of all tensors along their first dim; what is no tensor is in each."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     for name, value in tensors.items():
         if value.shape[0] % number:

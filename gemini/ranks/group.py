@@ -43,11 +43,9 @@ class DataRank(NamedTuple):
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The dims of ``mesh`` in our names. Without names one dim shards; of two the first replicates.
-
-    Raises:
-        ValueError: for names that mean nothing here or the same twice, for three dims or more without names, and for
-            ``ep`` beside ``tp``.
+    """The dims of ``mesh`` in our names. Without names one dim shards; of two the first replicates. Raises ValueError
+    for names that mean nothing here or the same twice, for three dims or more without names, and for ``ep`` beside
+    ``tp``.
     """
     given = mesh.mesh_dim_names
     if given is None:
@@ -89,10 +87,8 @@ def place_in(mesh: DeviceMesh, *names: str) -> int:
 
 
 def ranks_along(mesh: DeviceMesh, *names: str) -> list[int]:
-    """The global ranks, ascending, that differ from this one in these dims alone.
-
-    Raises:
-        ValueError: if this process is not in the mesh.
+    """The global ranks, ascending, that differ from this one in these dims alone. Raises ValueError if this process is
+    not in the mesh.
     """
     here = (mesh.mesh == dist.get_rank()).nonzero()
     if not len(here):
@@ -224,10 +220,8 @@ class Ranks:
         return self.job.size == 1
 
     def refuse_one_folder(self, doing: str, folder: str) -> None:
-        """Slices that the caller has cut are written into folders of their own; all ranks of the job come here.
-
-        Raises:
-            ValueError: on every rank, if two slices are to be written into the same one.
+        """Slices that the caller has cut are written into folders of their own; all ranks of the job come here. Raises
+        ValueError, on every rank, if two slices are to be written into the same one.
         """
         if self.is_one_model or self.are_alone:
             return

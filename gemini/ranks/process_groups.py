@@ -43,12 +43,8 @@ _highest: dict[tuple[int, ...], int] = {}
 
 
 def make_subgroup(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new group of ``ranks`` (global ones, ascending), of which this process is one; called by all of them.
-
-    ``timeout``: of its collectives and of waiting for the others to come here; None is torch's default.
-
-    Raises:
-        RankLost: if one of them does not come.
+    """A new group of ``ranks`` (global ones, ascending), of which this process is one; called by all of them. If one
+    does not come within ``timeout``, which is that of its collectives too, raises RankLost; None is torch's default.
     """
     # A group of all ranks: torch names it by a count that is the same on all of them.
     if len(ranks) == dist.get_world_size():
@@ -160,10 +156,8 @@ _POLL_S = 0.02
 
 
 def start_group(timeout: timedelta, *, cuda: bool) -> dist.Store:
-    """Make the default process group of a process that torchrun or srun has started; its part of the store.
-
-    Raises:
-        RankLost: if the others do not come within ``timeout``.
+    """Make the default process group of a process that torchrun or srun has started; its part of the store. If the
+    others do not come within ``timeout``, raises RankLost.
     """
     # Before the rendezvous, which reads these variables.
     launch.tell_torch()
@@ -176,11 +170,7 @@ def start_group(timeout: timedelta, *, cuda: bool) -> dist.Store:
 
 
 def fresh_part(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """A part of ``store`` for the ranks that are alive now.
-
-    Raises:
-        RuntimeError: if one of them does not come within ``timeout``.
-    """
+    """A part of ``store`` for the ranks that are alive now; RuntimeError if one does not come within ``timeout``."""
     # Rank 0 chooses, because every attempt has one.
     word = _call_all(store, size, timeout) if rank == 0 else _answer(store, rank, timeout)
     return dist.PrefixStore(f"gemini-{word}", store)

@@ -47,11 +47,7 @@ class Pending:
         self._works, self._who, self._what = works, who, what
 
     def wait(self) -> None:
-        """Block until everything was sent and received.
-
-        Raises:
-            RankLost: naming the rank that did not answer.
-        """
+        """Block until everything was sent and received. Raises RankLost, naming the rank that did not answer."""
         while self._works:
             peer, work = self._works[0]
             try:
@@ -300,10 +296,8 @@ _GONE = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed?
 
 @contextmanager
 def collectives_of(whom: str) -> Iterator[None]:
-    """Turn what a collective of torch in code of ``whom`` raises because a rank is gone into a lost rank.
-
-    Raises:
-        RankLost: instead of torch's error; it names the rank where there is one other only.
+    """Turn what a collective of torch in code of ``whom`` raises because a rank is gone into a lost rank. Raises
+    RankLost, instead of torch's error; it names the rank where there is one other only.
     """
     try:
         yield

@@ -298,6 +298,4 @@ def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
         assert isinstance(found, Shards), "ranks with parts of a sequence share params"
         found.meet(Point.CONTEXT)
 
-    divided = divide_sequences(model, engine.ranks, engine.config.context_attention, meet)
-    assert divided is not None
-    return _to_call(divided.take_away)
+    return _to_call(divide_sequences(model, engine.ranks, engine.config.context_attention, meet).take_away)

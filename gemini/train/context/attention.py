@@ -201,11 +201,7 @@ class Attend:
         return way(module, causal, how, query, key, value), None
 
     def kind_for(self, heads: int) -> str:
-        """Choose the kind that divides so many query heads.
-
-        Raises:
-            GeminiError: if Ulysses was asked for and cannot.
-        """
+        """Choose the kind that divides so many query heads. Raises GeminiError if Ulysses was asked for and cannot."""
         if self._kind == "auto":
             return ULYSSES if heads % self._exchange.size == 0 else GATHERED
         if self._kind == ULYSSES and heads % self._exchange.size:

@@ -134,10 +134,8 @@ _FULL = ("full_attention", "attention")
 
 
 def transformer_in(model: nn.Module) -> Any:
-    """The outermost model of transformers in ``model`` (also inside of an adapter), with its own loss.
-
-    Raises:
-        GeminiError: naming why there is none that can be divided.
+    """The outermost model of transformers in ``model`` (also inside of an adapter), with its own loss. Raises
+    GeminiError, naming why there is none that can be divided.
     """
     from transformers import PreTrainedModel
 
@@ -206,14 +204,10 @@ def _rope_types(rope: Any) -> Iterator[str]:
 _LOSS = "ForCausalLMLoss"
 
 
-def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[], object]) -> ContextParallel | None:
-    """Let ``model`` compute parts of sequences, if its ranks have parts; ``meet`` as :class:`Exchange` says.
-
-    Raises:
-        GeminiError: naming why it cannot; nothing was changed.
+def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[], object]) -> ContextParallel:
+    """Let ``model`` compute the parts of sequences that its ranks have; ``meet`` as :class:`Exchange` says. Raises as
+    :class:`ContextParallel`.
     """
-    if ranks.context.size == 1:
-        return None
     exchange = Exchange(ranks.context, meet)
     slices = 1 if ranks.parts.size == 1 else ranks.same_batch.size
     divided = ContextParallel(model, exchange, kind, slices)
@@ -223,10 +217,7 @@ def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[
 
 def imagine_parts(model: nn.Module, size: int, kind: str, sent: Counter[str], *, slices: int = 1) -> None:
     """Let a model without values compute the last of ``size`` parts of a sequence, to be traced; ``sent``: see
-    :class:`~gemini.train.context.attention.ImaginedExchange`.
-
-    Raises:
-        GeminiError: naming why it cannot.
+    :class:`~gemini.train.context.attention.ImaginedExchange`. Raises as :class:`ContextParallel`.
     """
     ContextParallel(model, ImaginedExchange(size, sent), kind, slices).put()
 
@@ -250,8 +241,8 @@ class ContextParallel:
         heads = getattr(self._model.config, "num_attention_heads", None)
         if isinstance(heads, int):
             self._attend.kind_for(heads // slices)
-        self._configs = list({id(m.config): m.config for m in self._model.modules() if hasattr(m, "config")}.values())
-        self._configs = [config for config in self._configs if hasattr(config, "_attn_implementation_internal")]
+        configs = {id(m.config): m.config for m in self._model.modules() if hasattr(m, "config")}.values()
+        self._configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
         # Another library may have put a forward of its own on this model: it is put back.
         self._before: Any = None
 
@@ -316,11 +307,7 @@ class ContextParallel:
             self._name_attention(divided)
 
     def _compare(self, number: int, size: int, *sums: int) -> None:
-        """See that all ranks of a context group have parts of the same batch, each its own.
-
-        Raises:
-            RankMismatch: on every rank, naming what differs.
-        """
+        """See that all ranks of a context group have parts of the same batch, each its own."""
         refusal, exchange = None, self._exchange
         if (number, size) != (exchange.rank, exchange.size):
             refusal = RankMismatch(
@@ -331,11 +318,7 @@ class ContextParallel:
 
     @contextmanager
     def _watched_loss(self, kwargs: dict[str, Any]) -> Iterator[None]:
-        """See that a loss is made of labels that are shifted already.
-
-        Raises:
-            GeminiError: if the model makes it otherwise: by shifted labels that it shifts again.
-        """
+        """See that a loss is made of labels that are shifted already, and that the model does not shift them again."""
         model = self._model
         if kwargs.get("shift_labels") is None:
             yield

@@ -67,8 +67,6 @@ class Channel:
         self.mover = store.mover
         self._scratch = scratch
 
-    # ---- weights ------------------------------------------------------------------------------------------------
-
     def fetch(self, chunk: Chunk) -> Event:
         """Bring this rank's shard of a chunk into its window, for :meth:`gather` and :meth:`launch_gather`."""
         fetched = self.mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
@@ -92,8 +90,6 @@ class Channel:
         with torch.profiler.record_function("gemini::all_gather"), self.during(Track.GATHER, chunk):
             return Arrival(self.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}"))
 
-    # ---- gradients ----------------------------------------------------------------------------------------------
-
     def launch_reduce(self, chunk: Chunk, whole: torch.Tensor, ready: Event) -> Event:
         """Begin to add up the gradients of a chunk when ``ready`` is complete, as far as that goes without host memory
         for what arrives; the end of that. :meth:`sums` gives what comes of it.
@@ -114,8 +110,6 @@ class Channel:
         own = whole if self.wire.rank in senders else None
         what = f"the reduce-scatter of {chunk.name}"
         return self.wire.reduce_scatter(Tag.GRADIENTS, own, senders, chunk.weights.numel, self._scratch, what)
-
-    # ---- both ---------------------------------------------------------------------------------------------------
 
     def during(self, track: Track, chunk: Chunk) -> AbstractContextManager[None]:
         """Note a time in which weights or gradients travel."""

@@ -97,8 +97,6 @@ class ReplicaSums:
         """Those of before that this rank has left, and nobody has waited for."""
         self._jobs: dict[int, Job] = {}
 
-    # ---- chunks -------------------------------------------------------------------------------------------------
-
     def begin_landing(self, chunk: Chunk, *, adding: bool) -> None:
         """Prepare for sums of this replica that are about to be written, or added to what is there."""
         index = chunk.spec.index
@@ -182,10 +180,8 @@ class ReplicaSums:
     # ---- all that is left ---------------------------------------------------------------------------------------
 
     def end_backward(self) -> None:
-        """The end of a backward on every rank of this replica.
-
-        Raises:
-            RankMismatch: on every rank, if the replicas do different things.
+        """The end of a backward on every rank of this replica. Raises RankMismatch, on every rank, if the replicas do
+        different things.
         """
         if not self.each_backward:
             return
@@ -206,11 +202,7 @@ class ReplicaSums:
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for what goes on behind backward; more does not.
-
-        Raises:
-            RankLost: if a rank does not answer.
-        """
+        """Wait for what goes on behind backward; more does not. Raises RankLost if a rank does not answer."""
         self.leave()
         left, self._left = self._left, []
         jobs, self._jobs = self._jobs, {}
@@ -238,10 +230,8 @@ class ReplicaSums:
         self._step = ScriptedStep(script, self._channel, self._fetches, self._lanes)
 
     def sum_all(self) -> None:
-        """Add up what was not, chunk by chunk in the order of the layout. All replicas come here.
-
-        Raises:
-            RankMismatch: on every rank, if some have dropped what others have added up.
+        """Add up what was not, chunk by chunk in the order of the layout. All replicas come here. Raises RankMismatch,
+        on every rank, if some have dropped what others have added up.
         """
         if self.are_none:
             return
@@ -272,8 +262,6 @@ class ReplicaSums:
         if not any(handle.has_grad for handle in self._by_chunk[index]):
             return _Standing.NONE
         return self._standing.get(index, _Standing.OWN)
-
-    # ---- values -------------------------------------------------------------------------------------------------
 
     def _add_up(self, chunk: Chunk, absent: Sequence[ParamHandle]) -> None:
         """This rank's shard of the gradients of a chunk becomes the sum over replicas; ``absent`` have none here."""

@@ -224,10 +224,8 @@ class ScriptedStep:
             self._launcher.put(self._offered.pop(place))
 
     def _hear(self, says: int, what: str) -> None:
-        """Hear before a collective that all ranks say the same. Runs on the launcher's thread.
-
-        Raises:
-            Parted: if one of them parts, or has before, or they bring different things.
+        """Hear before a collective that all ranks say the same. Runs on the launcher's thread. Raises Parted if one of
+        them parts, or has before, or they bring different things.
         """
         # Once a rank has parted nobody says anything more: the others have left at the same place.
         if not self.is_parted:
@@ -261,10 +259,7 @@ class ScriptedStep:
 
     def finish(self) -> bool:
         """Wait until nothing of the script is under way any more. True if it came to its end, on all ranks as far as is
-        known.
-
-        Raises:
-            RankLost: if one of them does not answer.
+        known. Raises RankLost if one of them does not answer.
         """
         self._fetches.await_begun()
         is_through = self.next_gather() is None and self.next_reduction is None and not self._leaves

@@ -69,8 +69,6 @@ class Company:
         """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
         return self.ranks.size > 1
 
-    # ---- agreeing -----------------------------------------------------------------------------------------------
-
     def agree(
         self,
         point: Point,
@@ -113,13 +111,9 @@ class Company:
         """Wait until every rank of the model stands at ``point``; what each of them says, by replica."""
         return [[detail]]
 
-    # ---- values -------------------------------------------------------------------------------------------------
-
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """Read the values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
         read_range(self._mover, handle.chunk.planes[kind], handle, out)
-
-    # ---- steps --------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Note that a forward begins that a backward may follow."""
@@ -319,18 +313,14 @@ class Shards(Company):
         return [request.detail for request in self.reach(Request(point, 0, detail))]
 
     def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
-        """Wait until every rank of the model stands at ``point``; what each of them says, by replica.
-
-        Raises:
-            RankMismatch: on every rank, if those of some replica, or the replicas among each other, want other things.
+        """Wait until every rank of the model stands at ``point``; what each of them says, by replica. Raises
+        RankMismatch, on every rank, if those of some replica, or the replicas among each other, want other things.
         """
         return self.meet_replicas(point, self.meet(point, detail))
 
     def meet_replicas(self, point: Point, row: list[int]) -> list[list[int]]:
-        """The ranks of this replica stand at ``point`` and say ``row``: wait until those of the others do.
-
-        Raises:
-            RankMismatch: on every rank, if they want other things.
+        """The ranks of this replica stand at ``point`` and say ``row``: wait until those of the others do. Raises
+        RankMismatch, on every rank, if they want other things.
         """
         if self.ranks.num_replicas == 1:
             return [row]

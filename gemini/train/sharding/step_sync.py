@@ -74,14 +74,8 @@ class StepSync:
         self._num_backwards = 0
         """Since the last step, outside of ``no_sync``."""
 
-    # ---- what happens in between ----------------------------------------------------------------------------------
-
     def gradient_arrives(self) -> None:
-        """Take up a gradient of a further backward; with replicas it may not come after the sums across them.
-
-        Raises:
-            GeminiError: if it does.
-        """
+        """Take up a gradient of a further backward; with replicas it may not come after the sums across them."""
         if self.is_done and not self._replicas.are_none and any(h.has_grad for h in self._params.handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
         self.undo()
@@ -130,17 +124,14 @@ class StepSync:
         if self.is_done and not has_gradients:
             self.is_done = False
 
-    # ---- once per step ------------------------------------------------------------------------------------------
-
     def sync_grads(self, whole: Sized) -> None:
         """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update.
 
         Args:
-            whole: the gradients of this rank that were not reduced.
+            whole: the gradients of this rank that were not reduced; there may be none.
 
         Raises:
-            GeminiError: if there are such gradients.
-            RankMismatch: on every rank, if they are not, or one of them has dropped gradients.
+            RankMismatch: on every rank, if ranks have other gradients, or one of them has dropped some.
         """
         if self.is_done:
             return
@@ -170,11 +161,7 @@ class StepSync:
         self.is_done = True
 
     def agree_on_step(self, optimizer: Stepper, whole: Sized) -> None:
-        """``optimizer.step()`` is about to update params: all ranks come here, and must be about to do the same.
-
-        Raises:
-            RankMismatch: on every rank; no weight was changed.
-        """
+        """``optimizer.step()`` is about to update params: all ranks come here, and must be about to do the same."""
         self.sync_grads(whole)
         # Gradients first: where they differ, that is what an error should name.
         facts = facts_of_gradients(self._params.handles) | self._facts_of_step([optimizer])

@@ -51,11 +51,8 @@ class ExpertExchange:
         self.rank, self.size = wire.rank, wire.size
 
     def meet(self, point: int, layer: int, numbers: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait until all ranks stand at ``point`` of a layer; some integers of each, stacked, on the CPU.
-
-        Raises:
-            RankMismatch: on every rank, if one stands elsewhere.
-            RankLost: if one does not answer.
+        """Wait until all ranks stand at ``point`` of a layer; some integers of each, stacked, on the CPU. Raises
+        RankMismatch, on every rank, if one stands elsewhere.
         """
         # As long for every layer and point: ranks that stand elsewhere can read it.
         said = torch.zeros(2 + self._most, dtype=torch.int64, device="cpu")
@@ -174,10 +171,8 @@ class SpreadExperts(WholeParams):
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool) -> SpreadExperts | None:
-    """Leave this rank's experts, in place; None without ``ep``.
-
-    Args:
-        is_filled: the model has its values; else it is whole, and the same on every rank.
+    """Leave this rank's experts, in place; None without ``ep``. ``is_filled``: the model has its values; else it is the
+    same on every rank.
 
     Raises:
         ValueError: for a model without experts, adapters of experts, and sizes that do not divide; nothing is changed.

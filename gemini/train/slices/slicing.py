@@ -42,11 +42,7 @@ def first_differing(model: nn.Module, mesh: DeviceMesh, dim: str) -> str | None:
 
 
 def refuse_differing(model: nn.Module, mesh: DeviceMesh, dim: str, doing: str) -> None:
-    """See that the model is the same on all ranks along ``dim``.
-
-    Raises:
-        RankMismatch: on every rank, if it is not.
-    """
+    """See that the model is the same on all ranks along ``dim``. Raises RankMismatch, on every rank, if it is not."""
     if (differing := first_differing(model, mesh, dim)) is not None:
         raise RankMismatch(
             f"{doing}: {differing!r} is not the same on all ranks of {dim}, which must have the same whole model: load "
@@ -346,11 +342,7 @@ def sliced_in(model: nn.Module) -> SlicedModel | None:
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """The plan that transformers has for a model.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """The plan that transformers has for a model. Raises ValueError if it has none."""
     found = getattr(model, "tp_plan", None)
     if (own := _own_plan(model)) is not None:
         return {name: own.styles[end] for name, _ in model.named_modules() if (end := of_end(name, own.styles))}
@@ -367,10 +359,8 @@ def _own_plan(model: nn.Module) -> SlicePlan | None:
 
 
 def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The plan with the names of this model's modules and params in place of patterns.
-
-    Raises:
-        ValueError: for styles that mean nothing here.
+    """The plan with the names of this model's modules and params in place of patterns. Raises ValueError for styles
+    that mean nothing here.
     """
     unknown = {style for style in plan.values() if parts_of(style)[0] not in STYLES}
     if unknown:
@@ -403,9 +393,7 @@ def _with_tied(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
 
 def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -> dict[str, TensorSlice]:
     """Make the slices of ``rank``, by the name of the param that is cut; of params with several names under each.
-
-    Raises:
-        ValueError: for one that ``size`` does not divide, or whose names are to be cut in two ways.
+    Raises ValueError for one that ``size`` does not divide, or whose names are to be cut in two ways.
     """
     found: dict[str, TensorSlice] = {}
     by_param: dict[int, tuple[str, TensorSlice | None]] = {}

@@ -77,9 +77,7 @@ class OtherSlices:
 
     def totals(self, handles: Sequence[ParamHandle], own: Sequence[float | None]) -> list[float | None]:
         """Sums of squares over whole gradients, in the order of slices; the same on all ranks. None for no gradient.
-
-        Raises:
-            RankMismatch: on every rank, if one has a gradient that another has not.
+        Raises RankMismatch, on every rank, if one has a gradient that another has not.
         """
         said = torch.tensor([_NONE if total is None else total for total in own], dtype=torch.float64, device="cpu")
         rows = self._wire.swap(Tag.VALUES, said, "the gradient norm of slices").T.tolist()
@@ -129,10 +127,8 @@ def compare_batches(
     wire: Wire, named: Mapping[str, Any], *, values: bool, refusal: BaseException | None = None
 ) -> None:
     """Compare the tensors of a batch among the ranks of ``wire``, which differ in ``tp`` or ``pp`` alone: by shapes and
-    dtypes, and with ``values`` by checksums. ``refusal``: why this rank cannot compute with its own.
-
-    Raises:
-        RankMismatch: on every rank, if they differ; if another rank refuses its batch, on those that do not.
+    dtypes, and with ``values`` by checksums. ``refusal``: why this rank cannot compute with its own. Raises
+    RankMismatch, on every rank, if they differ; if another rank refuses its batch, on those that do not.
     """
 
     def said(tensor: torch.Tensor) -> str:
