@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,9 +24,6 @@ from gemini.planning.layout import ChunkSpec, page_up
 from gemini.planning.moves import NEVER
 from gemini.planning.planes import ALIGN, GRAD_ERROR, GRADS, PAGE, WEIGHTS, PlaneKind, PlaneSpec
 from gemini.tiers import DRIVE, Tier
-
-if TYPE_CHECKING:
-    from gemini.memory.movement.transfers import Transfer
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -281,8 +278,6 @@ class Chunk:
     """The window was overtaken by an update: drop it as soon as nobody reads it."""
     grads_complete: bool = False
     """All gradients arrived while the weights were in use: GRAD_READY as soon as they are released."""
-    arriving: Transfer | None = None
-    """The job that fetches it, ahead of its use; over when all copies of the fetch are under way."""
     fetched: Event = DONE
     """The end of the copies into the window, of the last fetch: what reads it comes after them on the device, and who
     writes its home on the host waits for them (:meth:`begin_write`)."""

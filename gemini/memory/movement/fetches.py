@@ -17,7 +17,6 @@ import contextlib
 from collections.abc import Iterable
 from typing import Protocol
 
-from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.foresight import Foresight
@@ -64,7 +63,7 @@ class Fetches:
         """Where weights come from. Another one is set before the first fetch."""
         self.begins_ahead = transfers.beside
         self.ahead = transfers.open[Lane.FETCH]
-        """Those that nobody has asked for yet, by chunk."""
+        """Those that nobody has asked for yet, by index of the chunk; over when all copies are under way."""
         self._mover, self._transfers = mover, transfers
         self._staging = transfers.staging.get(Lane.FETCH)
 
@@ -93,8 +92,7 @@ class Fetches:
                 # Set before the job is over, and read by nobody until then.
                 chunk.fetched = source.gather(chunk)
 
-        with WHOLE:  # nobody would wait for one that the chunk does not know, and its window is given to others
-            chunk.arriving = self._transfers.begin(Lane.FETCH, fetch, moment, key=chunk.spec.index, of=chunk)
+        self._transfers.begin(Lane.FETCH, fetch, moment, key=chunk.spec.index, of=chunk)
 
     def begin_now(self, chunk: Chunk) -> None:
         """Fill the populated window of a chunk, and let computing wait for it. An error is raised when it is over."""
@@ -110,8 +108,7 @@ class Fetches:
 
     def arrive(self, chunk: Chunk) -> bool:
         """Somebody needs a chunk that is fetched ahead: let computing wait for it; False if it failed."""
-        arriving = chunk.arriving
-        assert arriving is not None, chunk.name
+        arriving = self.ahead[chunk.spec.index]
         if not arriving.is_complete():
             # The lane waits for the update of this chunk. Waiting here moves that update to the front, and tells its
             # error where it belongs.
@@ -140,9 +137,9 @@ class Fetches:
 
     def call_back(self, chunk: Chunk) -> None:
         """Give up a fetch ahead that is not wanted any more: the window may be given back afterwards."""
-        assert chunk.arriving is not None, chunk.name
-        self._transfers.take_back(chunk.arriving, *self._what(chunk))
-        if not chunk.arriving.taken_back:
+        arriving = self.ahead[chunk.spec.index]
+        self._transfers.take_back(arriving, *self._what(chunk))
+        if not arriving.taken_back:
             # A GPU's window goes behind the copies into it by itself; elsewhere they must be over first.
             with contextlib.suppress(Exception):
                 chunk.fetched.wait_on_device()
@@ -162,8 +159,8 @@ class Fetches:
 
     def start_over(self, chunk: Chunk) -> None:
         """Make sure that nothing of this chunk is under way, whatever the books say: an interrupt cut them in two."""
-        if chunk.arriving is not None:
-            self._transfers.take_back(chunk.arriving, *self._what(chunk))
+        if arriving := self.ahead.get(chunk.spec.index):
+            self._transfers.take_back(arriving, *self._what(chunk))
         chunk.fetched.wait_until_over()
         self._end(chunk)
 
@@ -184,7 +181,6 @@ class Fetches:
 
     def _end(self, chunk: Chunk) -> None:
         _forget_if_over(chunk)
-        chunk.arriving = None
         self.ahead.pop(chunk.spec.index, None)
 
 

@@ -292,9 +292,9 @@ class Manager:
     def is_balanced(self) -> bool:
         """Whether the books say what there is, where nobody computes: nothing pinned, every window accounted for."""
         for chunk in self.chunks:
-            # Three books of one fact. An interrupt between two of their lines leaves them different.
-            arriving = (chunk.use is Use.FETCHING, chunk.arriving is not None, chunk.spec.index in self.fetches.ahead)
-            if chunk.pins or chunk.use is Use.COMPUTE or len(set(arriving)) > 1:
+            # Two books of one fact. An interrupt between two of their lines leaves them different.
+            is_under_way = chunk.spec.index in self.fetches.ahead
+            if chunk.pins or chunk.use is Use.COMPUTE or (chunk.use is Use.FETCHING) != is_under_way:
                 return False
         return self.room.is_balanced()
 
@@ -329,8 +329,7 @@ class Manager:
             assert (chunk.use is Use.COMPUTE) == (chunk.pins > 0), (chunk.name, chunk.use, chunk.pins)
             assert chunk.use is not Use.UPDATING or chunk.spec.index in self._updating, chunk.name
             assert chunk.gathered or not chunk.resident, chunk.name
-            ahead = chunk.spec.index in self.fetches.ahead
-            assert (chunk.use is Use.FETCHING) == (chunk.arriving is not None) == ahead
+            assert (chunk.use is Use.FETCHING) == (chunk.spec.index in self.fetches.ahead), chunk.name
 
     def _fetch(self, chunk: Chunk) -> None:
         """Gather a chunk here and now: somebody waits for it."""
