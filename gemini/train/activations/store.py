@@ -14,6 +14,7 @@ import os
 import sys
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from gemini.interrupts import WHOLE
 from gemini.ledger import WELCOME
 from gemini.memory.devices.pages import PAGE, in_pages
 from gemini.memory.movement.mover import tiles
-from gemini.memory.nvme import SpillFile
 from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
 from gemini.train.activations.flights import Flights, Gone, Offloaded
@@ -41,83 +41,6 @@ MIN_BYTES = 16 * 2**10
 _OF_CHECKPOINTING = frozenset((torch.utils.checkpoint.__file__, token_tiles.__file__))
 _OF_COMPILED = f"{os.path.dirname(torch.__file__)}{os.sep}_functorch{os.sep}"
 _BETWEEN = (torch.autograd.function.__file__, saved_weights.__file__)
-
-
-class Shelf:
-    """Host buffers in which activations wait, moved here and now. Called by who runs forward and backward."""
-
-    def __init__(self, store: ChunkStore):
-        self._device, self._mover = store.device, store.mover
-
-    def prepare(self) -> None:
-        """Reserve what a move needs beside the tensor's own place, and before that."""
-
-    def allocate(self, num_bytes: int) -> Any:
-        """Make a place, which is in the ledger already."""
-        return self._device.make_host_buffer(num_bytes, zeroed=False)
-
-    def give_back(self, place: Any) -> None:
-        """Let others have a place; no effect for one that was given back."""
-
-    def give_back_all_but(self, places: list[Any]) -> None:
-        """Give back the places that nobody knows any more."""
-
-    def write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
-        """Move bytes to their place."""
-        with self._mover.crossing(self._device.tier, Tier.CPU, offloaded.num_bytes):
-            self._device.copy(offloaded.place[: source.numel()], source, "offload").wait()
-
-    def read(self, offloaded: Offloaded, into: torch.Tensor) -> None:
-        """Bring bytes back."""
-        with self._mover.crossing(Tier.CPU, self._device.tier, offloaded.num_bytes):
-            self._device.copy(into, offloaded.place[: into.numel()], "restore").wait()
-
-
-class FileShelf(Shelf):
-    """Slots in the file of a tier, which are reached through staging."""
-
-    def __init__(self, store: ChunkStore, file: SpillFile):
-        super().__init__(store)
-        self._file = file
-        self._slots: dict[int, int] = {}  # bytes of what is taken of the file, by offset
-
-    def prepare(self) -> None:
-        self._mover.scratch(1, torch.uint8, PAGE)
-
-    def allocate(self, num_bytes: int) -> int:
-        offset = self._file.allocate(num_bytes)
-        self._slots[offset] = num_bytes
-        return offset
-
-    def give_back(self, place: int) -> None:
-        if place in self._slots:
-            self._file.give_back(place, self._slots.pop(place))
-
-    def give_back_all_but(self, places: list[int]) -> None:
-        for place in self._slots.keys() - set(places):
-            self.give_back(place)
-
-    def write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
-        for start, stop in self._pieces(offloaded.num_bytes):
-            staged = self._mover.scratch(1, torch.uint8, stop - start)
-            part = source[start : min(stop, source.numel())]
-            with self._mover.crossing(self._device.tier, Tier.CPU, stop - start):
-                self._device.copy(staged[: part.numel()], part, "offload").wait()
-            with self._mover.crossing(Tier.CPU, self._file.tier, stop - start):
-                self._file.write(staged, offloaded.place + start)
-
-    def read(self, offloaded: Offloaded, into: torch.Tensor) -> None:
-        for start, stop in self._pieces(offloaded.num_bytes):
-            staged = self._mover.scratch(1, torch.uint8, stop - start)
-            with self._mover.crossing(self._file.tier, Tier.CPU, stop - start):
-                self._file.read(staged, offloaded.place + start)
-            part = into[start : min(stop, into.numel())]
-            with self._mover.crossing(Tier.CPU, self._device.tier, stop - start):
-                self._device.copy(part, staged[: part.numel()], "restore").wait()
-
-    def _pieces(self, num_bytes: int) -> list[tuple[int, int]]:
-        """Ranges of bytes that fit the staging area."""
-        return tiles(0, num_bytes, max(self._mover.tile * 4 // PAGE * PAGE, PAGE))
 
 
 class ActivationStore:
@@ -136,7 +59,8 @@ class ActivationStore:
         self._tier = tier
         self._calls = calls
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
-        self._shelf = FileShelf(store, store.files[tier]) if tier.in_files else Shelf(store)
+        self._file = store.files.get(tier)
+        self._slots: dict[int, int] = {}  # bytes of what is taken of the file, by offset
         # Storages of weights: autograd saves views of them, which must stay where they are.
         self._weights = {of.untyped_storage()._cdata for chunk in store.chunks for of in (chunk.flat, chunk.face)}
         self._is_open = False
@@ -191,7 +115,8 @@ class ActivationStore:
         lost = self._ledger.held(self._tier, ACTIVATIONS) - sum(offloaded.num_bytes for offloaded in stored)
         if lost > 0 and not self.gone:
             self._ledger.release(self._tier, lost, ACTIVATIONS)
-            self._shelf.give_back_all_but([offloaded.place for offloaded in stored])
+            for place in self._slots.keys() - {offloaded.place for offloaded in stored}:
+                self._give_back(place)
 
     def drain(self) -> None:
         """Wait until nothing is in flight; what could not be written is raised."""
@@ -217,7 +142,7 @@ class ActivationStore:
                     # Before the place is given away: the drive would write to its next owner.
                     self.flights.take_back(flight)
             self.gone.popleft()
-            self._shelf.give_back(place)
+            self._give_back(place)
             self._ledger.release(self._tier, num_bytes, ACTIVATIONS)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -268,10 +193,11 @@ class ActivationStore:
         """Store a tensor at a new place; None where there is no room."""
         num_bytes = in_pages(tensor.nbytes)
         try:
-            self._shelf.prepare()
+            if self._file is not None:
+                self._mover.scratch(1, torch.uint8, PAGE)  # what a move needs beside the tensor's own place, first
             # The object that gives the bytes back is there when they are taken.
             with WHOLE, self._ledger.reserving(self._tier, num_bytes, ACTIVATIONS, WELCOME):
-                offloaded = Offloaded(self.gone, tensor, self._shelf.allocate(num_bytes))
+                offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
         except BudgetExceeded as e:
             if not self._warned:
                 self._warned = True
@@ -283,13 +209,54 @@ class ActivationStore:
         try:
             self._stored.add(offloaded)
             if not self.flights.save(offloaded, tensor):
-                self._shelf.write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
+                self._write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
         except BaseException:
             # Noted and collected at once, as if it had been dropped: bytes and place go back the same way.
             offloaded.let_go()
             self.collect()
             raise
         return offloaded
+
+    def _allocate(self, num_bytes: int) -> Any:
+        """A place, which is in the ledger already: a host buffer, or where it is in the file."""
+        if self._file is None:
+            return self._device.make_host_buffer(num_bytes, zeroed=False)
+        offset = self._file.allocate(num_bytes)
+        self._slots[offset] = num_bytes
+        return offset
+
+    def _give_back(self, place: Any) -> None:
+        """Let others have a place; no effect for one that was given back. A buffer goes with the last reference."""
+        if self._file is not None and place in self._slots:
+            self._file.give_back(place, self._slots.pop(place))
+
+    def _write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
+        """Move bytes to their place, here and now."""
+        for start, stop, host in self._pieces(offloaded):
+            part = source[start : min(stop, source.numel())]
+            with self._mover.crossing(self._device.tier, Tier.CPU, stop - start):
+                self._device.copy(host[: part.numel()], part, "offload").wait()
+            if self._file is not None:
+                with self._mover.crossing(Tier.CPU, self._file.tier, stop - start):
+                    self._file.write(host, offloaded.place + start)
+
+    def _read(self, offloaded: Offloaded, into: torch.Tensor) -> None:
+        """Bring bytes back, here and now."""
+        for start, stop, host in self._pieces(offloaded):
+            if self._file is not None:
+                with self._mover.crossing(self._file.tier, Tier.CPU, stop - start):
+                    self._file.read(host, offloaded.place + start)
+            part = into[start : min(stop, into.numel())]
+            with self._mover.crossing(Tier.CPU, self._device.tier, stop - start):
+                self._device.copy(part, host[: part.numel()], "restore").wait()
+
+    def _pieces(self, offloaded: Offloaded) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Ranges of its bytes, each with host memory: the place itself, or staging on the way to a file and back."""
+        if self._file is None:
+            yield 0, offloaded.num_bytes, offloaded.place
+            return
+        for start, stop in tiles(0, offloaded.num_bytes, max(self._mover.tile * 4 // PAGE * PAGE, PAGE)):
+            yield start, stop, self._mover.scratch(1, torch.uint8, stop - start)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         """Bring back what autograd asks for, in the strides that it was saved with."""
@@ -300,7 +267,7 @@ class ActivationStore:
             out = self.flights.take(packed)
             if out is None:
                 out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-                self._shelf.read(packed, out.view(-1).view(torch.uint8))
+                self._read(packed, out.view(-1).view(torch.uint8))
             # Behind the taking: its memory is free, and the place has moved.
             self.flights.read_ahead()
             # Values travel contiguous; a node of backward gets the strides that it has saved.
