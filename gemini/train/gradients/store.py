@@ -1,9 +1,8 @@
 """Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
 
-A gradient arrives in the param's post-accumulate hook, is copied (or added: in fp32, or in bf16 with what rounding
-loses in a plane of its own) into its chunk's grad plane at the plane's home, and torch's own copy is freed. Sums of
-squares of its norm tiles are made on the way; they tell the total norm and whether anything is not finite without
-another pass. In declaration order and over fixed tiles, so the same bits come out wherever the plane lives.
+A gradient is copied (or added: in fp32, or in bf16 with what rounding loses in a plane of its own) into its chunk's
+grad plane at the plane's home, and torch's own copy is freed. Sums of squares are made on the way, over fixed tiles, so
+the same bits come out wherever the plane lives; they tell the norm and whether all is finite without another pass.
 
     within reach     the plane is where modules compute: copied or added there, at once
     straight         it leaves the device as it is: summed up there, and one copy into its plane that nobody waits for
@@ -11,9 +10,8 @@ another pass. In declaration order and over fixed tiles, so the same bits come o
 
 What leaves the device keeps its bytes there in the ledger until it has landed, and backward waits for none of it: an
 update takes the events of its chunk's landings along, sums that the host makes are waited for by whoever asks for a
-norm. Sums of a CUDA kernel stay on the device. If all gradients do, clipping and the check for inf and NaN are done
-there as well; else the sums come to the host all at once, the first time in a step that somebody asks
-(``clip_grad_norm_``, else ``optimizer.step()``).
+norm. Sums of a CUDA kernel stay on the device, and come to the host all at once, when somebody asks first; where all
+gradients stay there, clipping and the check for inf and NaN are done there as well.
 """
 
 from __future__ import annotations

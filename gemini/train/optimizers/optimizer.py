@@ -514,13 +514,7 @@ class HybridAdam(HybridOptimizer):
         eps: added to the denominator.
         weight_decay: the decoupled weight decay of AdamW, or the L2 coefficient of Adam.
         decoupled: True for AdamW, False for Adam.
-        step_in_backward, speculate: as in :class:`HybridOptimizer`.
-
-    Raises:
-        ValueError: for a hyperparameter that is out of range or that Adam does not have, also in a group. No param was
-            taken over.
-        TypeError: for options of other optimizers, and for a hyperparameter that is not a number.
-        GeminiError: for params of a model that was wrapped for another rule.
+        step_in_backward, speculate: as in :class:`HybridOptimizer`, which says what is raised too.
     """
 
     def __init__(

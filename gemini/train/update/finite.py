@@ -1,11 +1,9 @@
 """Gradients that a device uses before the host knows whether they are finite.
 
-Where the whole update of a chunk runs on a device with kernels of its own, nobody waits to look at the chunk's
-gradients. The device looks: a flag that the sums of squares set stops the update of that chunk, and the host is told
-later. Of updates inside backward, of all chunks at once, when the step ends; each chunk has its flag. Of those of a
-step, which have one flag together, before the next backward takes its first gradient: the flag is on its way to the
-host from the step on, so that the host waits for nothing that it has given the device since. Updates on the host look
-first, and have nothing of this.
+Where the whole update of a chunk runs on a device with kernels of its own, the device looks: a flag that the sums of
+squares set stops the update of that chunk, and the host is told later. Of updates inside backward, each of which has a
+flag, when the step ends; of those of a step, which have one together, before the next backward takes its first
+gradient: the flag is on its way to the host from the step on, which waits for nothing given to the device since.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ _FLAGS = PAGE // 4
 
 
 class _Update(NamedTuple):
-    """An update of a chunk on the device, or of all of a step: its params, and the sums that tell whether it took
-    place.
-    """
+    """An update of a chunk on the device, or of all of a step, and the sums that tell whether it took place."""
 
     handles: list[ParamHandle]
     sums: list[kernels.Sums]
@@ -42,9 +38,7 @@ class _Update(NamedTuple):
     """What stopped it, on its way to the host; None if the sums alone tell."""
 
     def is_good(self) -> bool:
-        """Whether the flag says that it took place. Its copy to the host has begun long ago, and this waits for that
-        alone.
-        """
+        """Whether the flag says that it took place. Waits for its copy to the host, which has begun long ago."""
         if self.flag is None:
             return False
         there, copied = self.flag
@@ -54,11 +48,8 @@ class _Update(NamedTuple):
 
 
 class DeferredFiniteChecks:
-    """A list of what is yet to be looked at of the gradients of one model that were used in backward. Called by the
-    training thread alone.
-
-    Args:
-        alone: whether the model is this process's only.
+    """What is yet to be looked at of the gradients of one model that were used. Called by the training thread alone;
+    ``alone``: whether the model is this process's only.
     """
 
     def __init__(self, state: StepState, mover: Mover, rule: UpdateRule, *, alone: bool) -> None:

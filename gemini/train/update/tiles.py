@@ -1,14 +1,10 @@
 """One optimizer update of one chunk, tile by tile, wherever its planes live.
 
-Planes in host memory are updated in place; planes in the spill file (or in a device's own memory) pass through staging
-and are written back. Where every plane stands on the computing device, the update runs there. Params of one tile may
-have different hyperparameters, step counts, or no gradient: each has a ``ParamUpdate``, and neighbours that are updated
-alike go through the kernel together (if the rule does not ask where they stand). A tile begins (what is not here is on
-its way), runs, and finishes (what was brought is back); who does that, and how many at once, is the caller's: the
-training thread, or the update worker.
-
-Where nothing is brought, tiles are the same in every step but for their scalars: they are cut once
-(:class:`TilesInPlace`) and asked nothing but to run.
+:class:`Path` says how. Params of one tile may have different hyperparameters, step counts, or no gradient: each has a
+``ParamUpdate``, and neighbours that are updated alike go through the kernel together (if the rule does not ask where
+they stand). A tile begins (what is not here is on its way), runs, and finishes (what was brought is back), on the
+training thread or on the update worker. Where nothing is brought, tiles are the same in every step but for their
+scalars: they are cut once (:class:`TilesInPlace`).
 """
 
 from __future__ import annotations
@@ -475,8 +471,6 @@ def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> It
 
 # ---- streamed through the device -------------------------------------------------------------------------------------
 
-# Updates that are streamed: planes from host memory pass through the device, which updates them, and go back changed.
-#
 # A tile's planes are copied into a slot of staging in the device's memory on a stream of their own, the kernel follows
 # on a stream beside the computing one, and copies on a third one take back what it changed. Everything is ordered by
 # events on the device: the host begins tiles and waits only for a slot to be home again. What stands on the device

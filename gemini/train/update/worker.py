@@ -193,9 +193,13 @@ class UpdateWorker(JobThread):
         """The next tile of the job at hand, else of the next job; None if there is none to begin now."""
         while True:
             if self._tiles is None:
-                job = self._ahead or self._take_job()
+                job = self._ahead or self._take()
                 if job is None:
                     return None
+                assert isinstance(job, UpdateJob)
+                if job is not self._ahead:
+                    self._open[job] = None  # from here on whatever goes wrong ends it: somebody waits
+                    kernels.set_flush_mode(job.flush_mode)
                 if (self._reading or self._writing) and not job.is_there:
                     self._ahead = job  # what has begun is ended first: the device may take its time with this one
                     return None
@@ -224,20 +228,11 @@ class UpdateWorker(JobThread):
         Whoever launches is far ahead of a device: the update that is needed first may have gradients that come last.
         """
         by_urgency = sorted(self._waiting)
-        chosen = next(filter(_is_there, by_urgency), None) or min(by_urgency, key=itemgetter(1))
+        there = (entry for entry in by_urgency if isinstance(entry[2], UpdateJob) and entry[2].is_there)
+        chosen = next(there, None) or min(by_urgency, key=itemgetter(1))
         self._waiting.remove(chosen)
         heapq.heapify(self._waiting)
         return chosen[2]
-
-    def _take_job(self) -> UpdateJob | None:
-        """Take the next job, if one is waiting."""
-        job = self._take()
-        if job is None:
-            return None
-        assert isinstance(job, UpdateJob)
-        self._open[job] = None  # from here on whatever goes wrong ends it: somebody waits
-        kernels.set_flush_mode(job.flush_mode)
-        return job
 
     def _check(self, job: UpdateJob) -> None:
         """Wait for gradients on their way home, and look at those that nobody has looked at, once they are there."""
@@ -332,27 +327,15 @@ class UpdateWorker(JobThread):
             job.finish(error)
 
 
-def _is_there(entry: tuple[float, int, Job]) -> bool:
-    job = entry[2]
-    return isinstance(job, UpdateJob) and job.is_there
-
-
 def _deleted() -> GeminiError:
     return GeminiError("the model was deleted while it was updated")
-
-
-# ---- threads of an update --------------------------------------------------------------------------------------------
-
-# How many threads share an update that runs beside computing.
 
 
 def update_threads(setting: int | None, compute: Tier) -> int:
     """``setting``, or the processors that computing leaves. Where a GPU computes these are all cores but two, for the
     threads that launch forward and backward; two processors of one core count as one, since an update waits for memory.
-    Else it is what torch leaves, none where it takes them all.
-
-    Then an update beside computing would slow both down, and one that needs no drive is better made at once, by all of
-    them (on 2 cores with 2 torch threads a step of a 70M Llama at 128 tokens took 2 to 7 % longer beside computing).
+    Else it is what torch leaves. None where it takes them all: an update beside computing would slow both down (on 2
+    cores with 2 torch threads a step of a 70M Llama took 2 to 7 % longer), and is made at once, by all of them.
     """
     if setting is not None:
         return setting
