@@ -30,61 +30,20 @@ from gemini.kernels.arrays import (
     RESIDUAL,
     Arrays,
     Segment,
-    Where,
     check,
     check_update,
     kernel_and_scalars,
     with_scale,
 )
 from gemini.kernels.cuda import CudaKernels
-from gemini.kernels.io import IO_THREADS, IoQueue, crc32
+from gemini.kernels.io import IoQueue, crc32  # noqa: F401
 from gemini.kernels.native import native as _native
 from gemini.kernels.native import why_not as _why_not
 from gemini.kernels.nvrtc import Driver, compiler
-from gemini.kernels.reference import NORM_BLOCK, NORM_LANES, NORM_TILE, total
-from gemini.kernels.sums import ClipFactor, DeviceSums, Sums, clip_coefficient, nonfinite_flag, resolve
+from gemini.kernels.reference import NORM_BLOCK, NORM_LANES, NORM_TILE, total  # noqa: F401
+from gemini.kernels.sums import ClipFactor, DeviceSums, Sums, clip_coefficient, nonfinite_flag, resolve  # noqa: F401
 from gemini.planning.planes import RuleSpec
 from gemini.planning.rules import BLOCK as COMPACT_BLOCK
-
-__all__ = [
-    "COMPACT_BLOCK",
-    "IO_THREADS",
-    "NORM_BLOCK",
-    "NORM_LANES",
-    "NORM_TILE",
-    "Arrays",
-    "ClipFactor",
-    "DeviceSums",
-    "IoQueue",
-    "KernelReport",
-    "Segment",
-    "Sums",
-    "Where",
-    "accumulate_grad",
-    "capabilities",
-    "clip_coefficient",
-    "clip_factor",
-    "copy_grad",
-    "crc32",
-    "flush_mode",
-    "get_num_threads",
-    "join_master",
-    "leaves_sums_there",
-    "limit_threads",
-    "new_flag",
-    "nonfinite_flag",
-    "resolve",
-    "set_flush_mode",
-    "set_num_threads",
-    "split_master",
-    "sum_grad24",
-    "sum_squares",
-    "total",
-    "totals",
-    "update",
-    "use_isa",
-    "why_not_cuda",
-]
 
 
 def _num_cpus() -> int:

@@ -12,6 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,6 @@ from gemini.optim.elementwise import PlainSGDRule, SGDRule, SophiaGRule, SophiaH
 from gemini.optim.matrices import MuonRule
 from gemini.planning.rules import RULES, rule_named
 from gemini.rules import Hyper, UpdateRule
-from gemini.train.gradients.hutchinson import HessianProbe
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.handle import handle_of, params_of
 
@@ -158,6 +158,63 @@ class _Sophia(RuleOptimizer):
             self.zero_grad()
 
 
+class HessianProbe:
+    """Hutchinson's estimate of the Hessian's diagonal, made of two backwards: products with a random vector.
+
+    The first backward is recorded (``create_graph``). Of every gradient only its product with the vector is kept, a
+    number that can be differentiated again, so that no gradients wait; the gradients of the sum of these numbers are
+    the Hessian times the vector, and arrive as those of any backward. The vector is drawn anew for each param, from a
+    normal distribution, out of the number of the estimate and that of the param: every rank and placement has the same.
+    """
+
+    def __init__(self, number: int, params: list[nn.Parameter]):
+        self._number = number
+        # By identity, in the order of the optimizer: all ranks draw the same vectors.
+        self._places = {id(param): place for place, param in enumerate(params)}
+        self._products: list[torch.Tensor] | None = []
+        """None when the second backward has begun."""
+
+    def take(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
+        """The part to keep of a gradient that has arrived: the estimate, in the second backward; else nothing."""
+        place = self._places.get(id(param))
+        if place is None:  # of a param of another optimizer
+            return None
+        vector = self.vector(place, grad)
+        if self._products is None:
+            return (grad.float() * vector).to(grad.dtype)
+        if grad.requires_grad:
+            # In fp32, and with its graph: the second backward goes through it.
+            self._products.append((grad.float() * vector).sum())
+        return None
+
+    def take_plain(self, params: list[nn.Parameter]) -> None:
+        """The same for params whose gradients stay with them."""
+        for param in params:
+            if param.grad is not None:
+                param.grad = self.take(param, param.grad)
+
+    def product(self) -> torch.Tensor:
+        """The gradient times the vector. What arrives from now on is the Hessian times the vector. Raises GeminiError
+        if the gradient of no param depends on any.
+        """
+        # From here on gradients are those of the second backward.
+        products, self._products = self._products, None
+        if not products:
+            raise GeminiError(
+                "no gradient of this loss depends on a param of this optimizer: its Hessian is zero. Give a loss that "
+                "the model has computed, with gradients enabled"
+            )
+        device = products[0].device
+        return torch.stack([product.to(device) for product in products]).sum()
+
+    def vector(self, place: int, like: torch.Tensor) -> torch.Tensor:
+        """The random vector for the param at ``place`` among those of the optimizer, in the shape of ``like``."""
+        seed = int.from_bytes(blake2b(f"{self._number} {place}".encode(), digest_size=8).digest(), "big")
+        # On the CPU: generators of devices give other numbers, and each kind its own.
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device)
+
+
 class SophiaG(_Sophia, rule=SophiaGRule()):
     @contextmanager
     def estimating_hessian(self) -> Iterator[None]:
@@ -204,7 +261,9 @@ class SophiaH(_Sophia, rule=SophiaHRule()):
                 "estimate_hessian() differentiates twice, and no scale of fp16 fits both: use bf16 or fp32"
             )
         with self._estimating("estimate_hessian"):
-            probe = HessianProbe(self._num_updates(), params)
+            # By the updates that params have had, which are in their states: it goes on from a checkpoint.
+            number = max((int(self.state[param].get("step", 0)) for param in params), default=0)
+            probe = HessianProbe(number, params)
             if owner is not None:
                 owner.backward.probe = probe
             try:
@@ -213,14 +272,14 @@ class SophiaH(_Sophia, rule=SophiaHRule()):
                 if owner is not None:
                     owner.backward.probe = None
 
-    def _differentiate_twice(self, loss: torch.Tensor, probe: HessianProbe, plain: list[torch.nn.Parameter]) -> None:
+    def _differentiate_twice(self, loss: torch.Tensor, probe: HessianProbe, plain: list[nn.Parameter]) -> None:
         try:
             with warnings.catch_warnings():  # of a cycle between params and gradients, which is not kept
                 warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
                 torch.autograd.backward(loss, create_graph=True)
-            self._probe_plain(probe, plain)
+            probe.take_plain(plain)
             probe.product().backward()
-            self._probe_plain(probe, plain)
+            probe.take_plain(plain)
         except RuntimeError as e:
             if isinstance(e, GeminiError) or not re.search("derivative|differentiate twice", str(e)):
                 raise
@@ -229,13 +288,3 @@ class SophiaH(_Sophia, rule=SophiaHRule()):
                 "load the model with attn_implementation='eager', or write that operation with others. torch says: "
                 f"{e}"
             ) from e
-
-    @staticmethod
-    def _probe_plain(probe: HessianProbe, plain: list[torch.nn.Parameter]) -> None:
-        for param in plain:
-            if param.grad is not None:
-                param.grad = probe.take(param, param.grad)
-
-    def _num_updates(self) -> int:
-        """The number of updates that params have had: in their states, so that it goes on from a checkpoint."""
-        return max((int(self.state[param].get("step", 0)) for param in params_of(self)), default=0)

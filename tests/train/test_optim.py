@@ -18,7 +18,7 @@ import gemini
 from gemini import optim
 from gemini.errors import GeminiError, PlanMismatch
 from gemini.optim.matrices import orthogonalized
-from gemini.train.gradients.hutchinson import HessianProbe
+from gemini.optim.optimizers import HessianProbe
 from tests import models
 from tests.train import helpers
 from tests.train.test_update_rules import loss_of, settings_of

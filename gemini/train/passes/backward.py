@@ -45,7 +45,7 @@ class BackwardPass:
         self._activations, self._updates = parts.activations, parts.updates
         self._by_names = parts.by_names
         self.probe: Any = None
-        """What looks at gradients before they are kept (:class:`gemini.train.gradients.hutchinson.HessianProbe`)."""
+        """What looks at gradients before they are kept (:class:`gemini.optim.optimizers.HessianProbe`)."""
         self._task = _NONE
         """The backward, by autograd's number, that has begun last."""
         self._plain_task = _NONE
