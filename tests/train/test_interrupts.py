@@ -20,7 +20,9 @@ from gemini import interrupts, kernels
 from gemini.interrupts import WHOLE, call_with_grad, call_without_grad, without_grad
 from gemini.memory.movement.mover import Mover
 from gemini.rules import ADAM, Arrays, Segment
-from gemini.train.checkpoint import read as checkpoint_read
+from gemini.train.checkpoint import states
+from gemini.train.checkpoint.read import Reader
+from gemini.train.checkpoint.tensor_file import TensorFile
 from gemini.train.params import by_name, exposure
 from tests.train.helpers import (
     PLACEMENTS,
@@ -278,9 +280,9 @@ def test_a_loaded_checkpoint_is_whole(where: str, tmp_path: Path, monkeypatch: p
     train(other, theirs, [1, 2], squares)
     gemini.save_checkpoint(tmp_path / "ckpt", other, theirs, extra="whole")
     for owner, name, whole in (
-        (checkpoint_read, "compare_sums", False),
-        (checkpoint_read.Reader, "_fill", True),
-        (checkpoint_read, "load_plain_states", True),
+        (TensorFile, "check", False),
+        (Reader, "_fill", True),
+        (states, "set_rng_states", True),
     ):
         train(model, optimizer, [0], squares)
         before = snapshot(model)
