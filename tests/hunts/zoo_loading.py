@@ -142,13 +142,13 @@ def main() -> None:
 
     import transformers
 
-    from gemini.train.loading import paging
+    from gemini.train.loading import skeleton
     from tests.hunts.zoo.mappings import all_entries
     from tests.hunts.zoo.runner import Untried
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
-    paging.ROOM = 20_000
+    skeleton.ROOM = 20_000
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     entries = {entry.name: entry for _, entry in all_entries() if re.search(args.only, entry.name)}

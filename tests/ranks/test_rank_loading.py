@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gemini
-from gemini.train.loading import paging
+from gemini.train.loading import skeleton
 from tests import models
 from tests.ranks.pool import Pools
 from tests.train.helpers import POSITIONS, TOKENS, adam, train
@@ -28,7 +28,7 @@ CONFIG = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_position
 
 def fill(folder: str | None) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Load from ``folder`` or draw, with a generator that stands elsewhere on every rank; then what comes out of it."""
-    paging.ROOM = 20_000
+    skeleton.ROOM = 20_000
     torch.manual_seed(5 + dist.get_rank())
     config = gemini.GeminiConfig(device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"))
     if folder is None:

@@ -20,7 +20,7 @@ from transformers import core_model_loading as conversions
 
 import gemini
 from gemini.train.loading import from_config as drawing
-from gemini.train.loading import paging
+from gemini.train.loading import skeleton
 from gemini.train.loading.stored_model import Made, StoredModel, reading_of
 from gemini.train.params.tensor_slice import TensorSlice
 from tests.hunts.zoo.configs import tiny_config
@@ -75,7 +75,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 
 @pytest.fixture(autouse=True)
 def few_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(paging, "ROOM", 20_000)
+    monkeypatch.setattr(skeleton, "ROOM", 20_000)
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     yield
@@ -139,16 +139,16 @@ def test_precision_and_dtype_of_drawn_weights(precision: str, dtype: torch.dtype
 def test_params_go_home_and_come_back_while_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, brought = [], []
     for name, log in (("send_home", sent), ("bring_in", brought)):
-        original = getattr(paging.Pager, name)
+        original = getattr(skeleton.Pager, name)
 
         def spy(self: Any, param: Any, *args: Any, _log: list = log, _original: Any = original, **kw: Any) -> None:
             _original(self, param, *args, **kw)
             _log.append((id(param), sum(p.nbytes for p in self._inside.values())))
 
-        monkeypatch.setattr(paging.Pager, name, spy)
+        monkeypatch.setattr(skeleton.Pager, name, spy)
     managed = gemini.from_config(FAMILIES["gpt2"][0](), config_of())
     largest = max(p.numel() * 4 for p in managed.parameters())
-    assert max(held for _, held in brought) <= max(paging.ROOM, largest)
+    assert max(held for _, held in brought) <= max(skeleton.ROOM, largest)
     assert len(sent) > 2 * len({key for key, _ in sent}) - 5, "hardly anything came back"
 
 
@@ -175,7 +175,7 @@ class SharedAfterCopying(nn.Module):
 class ReadsMoreThanThereIsRoomFor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        assert paging.ROOM < 80 * 80 * 4
+        assert skeleton.ROOM < 80 * 80 * 4
         self.a, self.b, self.c = (nn.Linear(80, 80, bias=False) for _ in range(3))
         with torch.no_grad():
             self.b.weight.copy_(torch.stack([self.a.weight, self.b.weight, self.c.weight]).sum(0))
@@ -556,7 +556,7 @@ def test_what_was_only_read_makes_room(tmp_path: Path) -> None:
     in_memory.clear()
     managed = gemini.from_pretrained(tmp_path, config_of(), adapt=look)
     changed = sum(param.nbytes for param in matrices(plain)[:4])
-    assert max(in_memory) <= changed + paging.ROOM < sum(p.nbytes for p in plain.parameters()) / 2
+    assert max(in_memory) <= changed + skeleton.ROOM < sum(p.nbytes for p in plain.parameters()) / 2
     assert_same(managed, plain)
 
 

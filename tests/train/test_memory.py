@@ -327,11 +327,11 @@ import sys
 import torch
 from transformers import AutoConfig
 import gemini
-from gemini.train.loading import paging
+from gemini.train.loading import skeleton
 from tests.peaks import rise_over
 
 directory, how = sys.argv[1:]
-paging.ROOM = 8 * 2**20
+skeleton.ROOM = 8 * 2**20
 memory = gemini.MemoryBudget(cpu="1GiB", nvme_path=directory)
 everything = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
 config = gemini.GeminiConfig(device="cpu", memory=memory, placement=everything)

@@ -2,7 +2,7 @@
 
 The model is built twice. First without memory for params (each becomes a meta tensor as soon as a module registers it):
 that tells the layout, so homes can be placed and reserved. Then for real, with the same random numbers, where each
-param that a constructor registers is taken over by a :class:`~gemini.train.loading.paging.Pager`, which sends it home
+param that a constructor registers is taken over by a :class:`~gemini.train.loading.skeleton.Pager`, which sends it home
 when others need the room and brings it back if a later initialization touches it. Params are matched by the order of
 their registration, and checked by name at the end: what came about in another way (a copied layer) is copied home then.
 """
@@ -24,8 +24,8 @@ from gemini.errors import GeminiError
 from gemini.patches import replaced
 from gemini.ranks.group import Ranks
 from gemini.train.loading.attention import Attention
-from gemini.train.loading.paging import Pager
 from gemini.train.loading.skeleton import (
+    Pager,
     Skeleton,
     generator_of_first,
     generators_kept,
@@ -47,8 +47,8 @@ def from_config(
 ) -> Any:
     """A managed transformers model with new random weights, which are initialized directly in their home tiers.
 
-    Whatever the size of the model, host memory needs only ``gemini.train.loading.paging.ROOM`` bytes beside its budget,
-    or twice the largest param. The weights are those that ``model_class.from_config(hf_config)`` gives with the same
+    Whatever the size of the model, host memory needs only ``gemini.train.loading.skeleton.ROOM`` bytes beside its
+    budget, or twice the largest param. The weights are those that ``model_class.from_config(hf_config)`` gives with the same
     seed. With several ranks the random number generator of the first rank is used.
 
     Args:

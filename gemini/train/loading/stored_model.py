@@ -1,9 +1,9 @@
 """A model whose weights are in files, which are read one by one: into homes or, at the touch of ``adapt``, into memory.
 
 What ``adapt`` is given has shapes, dtypes, ties and buffers, and params whose values come at the first touch: each is a
-:class:`~gemini.train.loading.paging.PagedParameter` until then. So whatever the function does (a larger embedding, the
-norms of DoRA, a copied layer, zeros) it does with the values that it would find in a loaded model, and what has been
-touched is kept as it is afterwards.
+:class:`~gemini.train.loading.skeleton.PagedParameter` until then. So whatever the function does (a larger embedding,
+the norms of DoRA, a copied layer, zeros) it does with the values that it would find in a loaded model, and what has
+been touched is kept as it is afterwards.
 
 Of a param of which only a slice is here (``tp``, ``ep``) no more is read. transformers has the step for it, which it
 takes for params that are DTensors: what it would read of each tensor of a file is asked of us instead. Tensors in files
@@ -27,8 +27,14 @@ from gemini.errors import GeminiError
 from gemini.patches import replaced
 from gemini.ranks.group import Ranks
 from gemini.train.ddp import managed_class
-from gemini.train.loading.paging import Away, PagedParameter, Pager
-from gemini.train.loading.skeleton import Skeleton, generator_of_first, replace_by_stand_ins
+from gemini.train.loading.skeleton import (
+    Away,
+    PagedParameter,
+    Pager,
+    Skeleton,
+    generator_of_first,
+    replace_by_stand_ins,
+)
 from gemini.train.modules.reading import Structure, own_buffers
 from gemini.train.params.by_name import ByName, same_bits
 from gemini.train.params.handle import ParamHandle
