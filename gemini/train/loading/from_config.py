@@ -48,8 +48,8 @@ def from_config(
     """A managed transformers model with new random weights, which are initialized directly in their home tiers.
 
     Whatever the size of the model, host memory needs only ``gemini.train.loading.skeleton.ROOM`` bytes beside its
-    budget, or twice the largest param. The weights are those that ``model_class.from_config(hf_config)`` gives with the same
-    seed. With several ranks the random number generator of the first rank is used.
+    budget, or twice the largest param. The weights are those that ``model_class.from_config(hf_config)`` gives with the
+    same seed. With several ranks the random number generator of the first rank is used.
 
     Args:
         hf_config: a config object of transformers.
