@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from typing import Any
 
 from gemini.config import GeminiConfig
+from gemini.errors import warn
 from gemini.rules import rule_of
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 
 from .rules import BY_NAME, rule_of_name
 from .settings import check_precision
-
-logger = logging.getLogger(__name__)
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _PEERS = ("deepspeed", "fsdp", "megatron_lm")
@@ -82,9 +80,5 @@ def check_managed_args(args: Any, config: GeminiConfig | None) -> None:
 def use_one_gpu(args: Any) -> None:
     """Without torchrun the Trainer would put DataParallel around the model where it sees several GPUs."""
     if args.n_gpu > 1:
-        logger.warning(
-            "%d GPUs are there and one is used: start with `torchrun --nproc-per-node %d` to use all",
-            args.n_gpu,
-            args.n_gpu,
-        )
+        warn(f"{args.n_gpu} GPUs are there, one is used: `torchrun --nproc-per-node {args.n_gpu}` uses all")
         args._n_gpu = 1

@@ -7,6 +7,7 @@ imported here.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,11 +36,11 @@ def _refusal(what: str) -> GeminiError:
     )
 
 
-def _refused(what: str) -> Any:
-    """A method that makes a new adapter."""
+def refused(error: Exception) -> Any:
+    """A method that a managed model refuses."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _refusal(what)
+        raise copy.copy(error)  # a new one each time: it keeps the frames that it comes through
 
     return method
 
@@ -157,8 +158,8 @@ class ManagedAdapters:
         kwargs["autocast_adapter_dtype"] = False
         return super().load_adapter(model_id, adapter_name, *args, **kwargs)  # type: ignore[misc]
 
-    add_adapter = _refused("add_adapter()")
-    add_weighted_adapter = _refused("add_weighted_adapter()")
+    add_adapter = refused(_refusal("add_adapter()"))
+    add_weighted_adapter = refused(_refusal("add_weighted_adapter()"))
 
     def delete_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Refused: the memory of an adapter belongs to the chunks that were laid out for it."""
@@ -171,8 +172,8 @@ class ManagedAdapters:
 class NoAdapters:
     """The methods by which a transformers model takes adapters in, of one that is managed without."""
 
-    add_adapter = _refused("add_adapter()")
-    load_adapter = _refused("load_adapter()")
+    add_adapter = refused(_refusal("add_adapter()"))
+    load_adapter = refused(_refusal("load_adapter()"))
 
 
 def faces_of(original: type[nn.Module]) -> tuple[type, ...]:

@@ -9,7 +9,6 @@ here with the remedy.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.patches import register, replaced
 from gemini.planning.trace import MemoryTrace
 from gemini.train import wrap
-from gemini.train.adapters import faces_of, refuse_unsupported
+from gemini.train.adapters import faces_of, refuse_unsupported, refused
 from gemini.train.checkpoint.export import Export
 from gemini.train.engine import engine_of
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
@@ -43,15 +42,6 @@ from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.step import alone, run_alone
 
 T = TypeVar("T")
-
-
-def _refused(error: GeminiError) -> Any:
-    """A method that a managed model refuses."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise copy.copy(error)  # a new one each time: it keeps the frames that it comes through
-
-    return method
 
 
 class GeminiDDP(nn.Module):
@@ -449,34 +439,34 @@ class GeminiDDP(nn.Module):
             f"{moved.dtype} on {moved.device}. Say it when wrapping: GeminiConfig(precision=..., device=...)"
         )
 
-    __deepcopy__ = _refused(
+    __deepcopy__ = refused(
         GeminiError(
             "a managed model cannot be deep-copied: copy it before GeminiDDP(model), or load model.state_dict() into a "
             "fresh model"
         )
     )
-    __reduce_ex__ = _refused(
+    __reduce_ex__ = refused(
         GeminiError(
             "a managed model cannot be pickled (torch.save(model), copy.copy(model)): use model.save_pretrained(dir), "
             "torch.save(model.state_dict(), file) or gemini.save_checkpoint(dir, model, optimizer)"
         )
     )
-    share_memory = _refused(
+    share_memory = refused(
         GeminiError("share_memory() on a managed model: share a plain model's memory, and load state_dict() into it")
     )
-    resize_token_embeddings = _refused(
+    resize_token_embeddings = refused(
         GeminiError("resize_token_embeddings on a managed model: resize the embeddings before GeminiDDP(model)")
     )
     # DistributedDataParallel asks for this before it touches any param; torch.jit for every name that there is.
     _ddp_params_and_buffers_to_ignore = property(
-        _refused(
+        refused(
             GeminiError(
                 "neither DistributedDataParallel nor torch.jit takes a managed model, whose weights come and go: "
                 "GeminiDDP is in the place of the first; for the other, load model.state_dict() into a plain model"
             )
         )
     )
-    _replicate_for_data_parallel = _refused(
+    _replicate_for_data_parallel = refused(
         GeminiError("DataParallel cannot replicate a managed model: run one process per GPU with torchrun")
     )
 
@@ -508,9 +498,14 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     }
     # GeminiDDP has these for models of transformers; others must answer hasattr() as they did.
     if not hasattr(original, "save_pretrained"):
-        namespace["save_pretrained"] = _no_save_pretrained
+        namespace["save_pretrained"] = refused(
+            AttributeError(
+                f"{original.__name__} is not a transformers model: use torch.save(model.state_dict(), file) or "
+                "gemini.save_checkpoint(dir, model, optimizer)"
+            )
+        )
     if not hasattr(original, "resize_token_embeddings"):
-        namespace["resize_token_embeddings"] = property(_no_such_method)
+        namespace["resize_token_embeddings"] = property(refused(AttributeError("resize_token_embeddings")))
     if not hasattr(original, "device"):
         namespace["device"] = _OfEngine()
     first = (*faces_of(original), GeminiDDP)
@@ -536,17 +531,6 @@ class _OfEngine:
 
     def __get__(self, model: Any, owner: type) -> Any:
         return self if model is None else model.__dict__["_gemini_engine"].store.device.torch_device
-
-
-def _no_save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    raise AttributeError(
-        f"{type(self).__name__} is not a transformers model: save it with torch.save(model.state_dict(), file) or "
-        "gemini.save_checkpoint(dir, model, optimizer)"
-    )
-
-
-def _no_such_method(self: Any) -> None:
-    raise AttributeError("resize_token_embeddings")
 
 
 # ---- wrapping --------------------------------------------------------------------------------------------------------
