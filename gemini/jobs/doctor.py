@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -130,8 +129,6 @@ def _gpus() -> Iterator[str]:
         for index in range(torch.cuda.device_count()):
             free, total = map(human_bytes, torch.cuda.mem_get_info(index))
             yield f"{index}: {torch.cuda.get_device_name(index)}, {free} free of {total}"
-    if shutil.which("nvidia-smi") is None:
-        yield "there is no nvidia-smi, which comes with NVIDIA's driver"
 
 
 def _nvme(path: Path) -> Iterator[str]:
@@ -139,9 +136,6 @@ def _nvme(path: Path) -> Iterator[str]:
 
 
 # ---- how fast the machine is -----------------------------------------------------------------------------------------
-
-_BUSY = 0.5
-"""Of the cores."""
 
 
 def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
@@ -156,12 +150,10 @@ def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
         begin = f"{key:<{width_of_keys}}{human_figure(key, figure.value):>14}  "
         source = figure.source.removeprefix(f"measured {today}, ").removeprefix(f"asked {today}, ")
         yield from textwrap.wrap(begin + source, width - 2, subsequent_indent=" " * len(begin), break_on_hyphens=False)
-    if load > (cores := kernels.get_num_threads()) * _BUSY:
+    if load > (cores := kernels.get_num_threads()) / 2:
         yield f"the machine was busy, a load of {load:.1f} on {cores} cores: what was measured is less than it can do"
     if nvme_path is None:
         yield "the drive was not measured: add --nvme-path FOLDER"
-    if not torch.cuda.is_available():
-        yield "there is no GPU to measure"
     if asked.json is not None:
         gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, " if torch.cuda.is_available() else ""
         name = f"{gpus}{_cpu_name()}, {kernels.get_num_threads()} cores"

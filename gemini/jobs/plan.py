@@ -31,10 +31,8 @@ from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import Tier
 
-LORA_RANK = 16
-"""Of the LoRA among the alternatives."""
-BEYOND = 3
-"""The exit code for a plan that fits in what was given, which is not what the machine has."""
+LORA_RANK = 16  # of the LoRA among the alternatives
+BEYOND = 3  # the exit code for a plan that fits in what was given, which is not what the machine has
 
 
 class Answer(NamedTuple):
@@ -155,8 +153,7 @@ def _alternatives(way: Way, answer: Answer) -> Iterator[Report]:
 
 # ---- over a mesh -----------------------------------------------------------------------------------------------------
 
-MOST_PLAYED = 8
-"""Meshes that it plays at most: those whose steps take least by their computing and bubble alone."""
+MOST_PLAYED = 8  # meshes at most: those whose steps take least by their computing and bubble alone
 
 
 def _plan_over_mesh(way: Way, status: Status) -> Answer:

@@ -337,14 +337,12 @@ def _time(report: Report, step: Report) -> Iterator[str]:
 
 def _free(tokens: int, step: Report) -> str:
     """From how many tokens per step on a step is as long as its computing alone."""
-    within, larger, more = f"within {TOLERANCE:.0%}", step["break_even"], step["break_even_accumulating"]
+    larger, more = step["break_even"], step["break_even_accumulating"]
     if Track.COMPUTE.value not in step["busy"]:
         return "not known: the trace has no work in it"
-    if larger is not None and larger <= tokens:
-        return f"now: a step takes as long as its computing, {within}; it does from {human_count(larger)} tokens on"
     ways = [f"from {human_count(larger)} tokens a step on in larger micro-batches"] if larger is not None else []
     ways += [f"from {human_count(more)} in more micro-batches of this size"] if more is not None else []
-    return f"{' or '.join(ways) or 'at no number of tokens'} ({within}; now {tokens:,})"
+    return f"{' or '.join(ways) or 'at no number of tokens'} (within {TOLERANCE:.0%}; now {tokens:,})"
 
 
 def _changes(report: Report) -> Iterator[str]:

@@ -35,8 +35,7 @@ from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
 
-ROUNDED = 1.01
-"""More than a tier has by less than this is the number on its box: a card of 24 GiB shows 23.99."""
+ROUNDED = 1.01  # more than a tier has by less than this is the number on its box: a card of 24 GiB shows 23.99
 
 
 class Machine(NamedTuple):
@@ -248,10 +247,8 @@ def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTra
 
 # ---- the quickest way ------------------------------------------------------------------------------------------------
 
-CLOSE = 0.005
-"""What could be quicker by less than this part of a step is not looked at."""
-RUNNERS_UP = 4
-"""Ways, or meshes, that are shown beside the best one."""
+CLOSE = 0.005  # what could be quicker by less than this part of a step is not looked at
+RUNNERS_UP = 4  # ways, or meshes, that are shown beside the best one
 
 
 class Found(NamedTuple):

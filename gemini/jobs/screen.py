@@ -17,10 +17,8 @@ from gemini.errors import human_bytes
 from gemini.jobs.errors import refusing
 from gemini.planning.timeline import Timeline
 
-WIDEST = 100
-"""Columns that are used at most."""
-LABEL = 17
-"""Columns of what a line is about, where it begins with that."""
+WIDEST = 100  # columns that are used at most
+LABEL = 17  # columns of what a line is about, where it begins with that
 
 
 def say(console: Console, lines: Iterable[str]) -> None:

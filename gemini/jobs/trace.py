@@ -20,9 +20,6 @@ from gemini.planning.plan import Plan
 from gemini.planning.trace import MemoryTrace, Phase, with_4bit_base
 from gemini.tiers import Tier
 
-_TOP = 8
-"""Modules in the table."""
-
 
 def take_trace(settings: TraceSettings) -> MemoryTrace:
     """The step that ``settings`` describes; a JobError if there is no such model, or it cannot be built with these
@@ -132,7 +129,7 @@ def _modules(found: MemoryTrace) -> list[str]:
     for moment in found.moments:
         key = (moment.module or "(the model itself)", moment.phase.value)
         peaks[key] = max(peaks.get(key, 0), moment.peak_bytes)
-    largest = sorted(peaks.items(), key=lambda item: -item[1])[:_TOP]
+    largest = sorted(peaks.items(), key=lambda item: -item[1])[:8]
     rows = [(name if len(name) < 47 else f"...{name[-43:]}", phase, human_bytes(n)) for (name, phase), n in largest]
     return table(("most bytes beside params", "in", "peak"), rows, left=2)
 
