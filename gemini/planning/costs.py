@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gemini.planning.hardware import Hardware
-from gemini.planning.planes import ADAM, GRAD, PlaneKind, RuleSpec, touched_bytes
+from gemini.planning.placement import Problem
+from gemini.planning.planes import ADAM, GRAD, RuleSpec, touched_bytes
 from gemini.planning.trace import Moment, Product
 from gemini.tiers import FILED, Boundary, Tier
 
@@ -283,17 +284,17 @@ class Costs:
         seconds = num_bytes / self._get("gpu_bandwidth", "working on planes in GPU memory")
         return Cost(seconds, {GPU: 1.0} if seconds else {})
 
-    def update(
-        self, planes: Mapping[PlaneKind, int], tier: Tier, *, grad_bytes: int, beyond_bytes: float = 1.0
-    ) -> Cost:
-        """One update of planes of so many bytes on ``tier``: every plane is read, and all but the gradient are written.
+    def update(self, problem: Problem, index: int, tier: Tier) -> Cost:
+        """One update of a chunk on ``tier``: every plane is read, and all but the gradient are written.
 
         The figures ``update_cpu`` and ``update_gpu`` are for Adam in bf16 with a split master; other formats and rules
-        take time by their bytes. A specified ``update_cpu`` is no faster than host memory; a measured one is what it
-        is. Without ``update_gpu`` an update takes what the GPU's memory takes. ``beyond_bytes``: how many times longer
-        than that a CPU takes for the rule's arithmetic.
+        take time by their bytes, and on a CPU by their arithmetic, where that is more. A specified ``update_cpu`` is no
+        faster than host memory; a measured one is what it is. Without ``update_gpu`` an update takes what the GPU's
+        memory takes.
         """
-        touched = touched_bytes({GRAD: grad_bytes, **planes})
+        chunk = problem.layout.chunks[index]
+        grad_bytes = chunk.numel // problem.layout.ranks * chunk.itemsize(problem.precision)
+        touched = touched_bytes({GRAD: grad_bytes, **problem.sizes[index]})
         if tier is Tier.GPU:
             if not self._hardware.has("update_gpu"):
                 return self.gpu_pass(touched)
@@ -303,7 +304,7 @@ class Costs:
         per_param = self._get("update_cpu", what)
         if self._update_threads is not None:
             per_param = max(per_param, self._get("update_cpu_one", what) / self._update_threads)
-        seconds = per_param * touched / ADAM.touched * beyond_bytes
+        seconds = per_param * touched / ADAM.touched * problem.rule.of(chunk.exact).beyond_bytes
         if not seconds:
             return Cost(0.0, {})
         through_memory = touched / self._get("dram_bandwidth", what) if self._hardware.has("dram_bandwidth") else 0.0

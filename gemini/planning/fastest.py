@@ -77,16 +77,7 @@ def least_seconds(
     # An update that passes through the GPU leaves neither its time nor its gradients to the host.
     on_host = [] if compute is Tier.GPU and hardware.has("update_gpu") else trained
     narrow = {index: layout.chunks[index].itemsize(problem.precision) for index in on_host}
-    numel = {index: layout.chunks[index].numel // layout.ranks for index in on_host}
-    updates = [
-        costs.update(
-            sizes[index],
-            Tier.CPU,
-            grad_bytes=numel[index] * narrow[index],
-            beyond_bytes=problem.rule.of(layout.chunks[index].exact).beyond_bytes,
-        )
-        for index in on_host
-    ]
+    updates = [costs.update(problem, index, Tier.CPU) for index in on_host]
     updating = sum(update.seconds for update in updates)
     spared = own * max((u.seconds / sum(sizes[i].values()) for i, u in zip(on_host, updates, strict=True)), default=0.0)
     part = max(1 - spared / updating, 0.0) if updating else 0.0

@@ -234,10 +234,7 @@ class Work:
         problem, homes, name = self.problem, self.plan.placement.homes[index], f"update chunk {index}"
         streamed = index in self.plan.placement.streamed
         where = update_tier(problem, homes, streamed=streamed)
-        numel = problem.layout.chunks[index].numel // self.ranks
-        grad_bytes = numel * problem.layout.chunks[index].itemsize(problem.precision)
-        rule = problem.rule.of(problem.layout.chunks[index].exact)
-        cost = self._costs.update(problem.sizes[index], where, grad_bytes=grad_bytes, beyond_bytes=rule.beyond_bytes)
+        cost = self._costs.update(problem, index, where)
         update = Hop(Track.UPDATE, "update on gpu" if where is Tier.GPU else "update", cost, name, UPDATE, index)
         moved = update_traffic(problem, homes, index, streamed=streamed)
         hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in BOUNDARIES if moved[way]}

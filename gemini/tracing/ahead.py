@@ -18,7 +18,7 @@ import copy
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
@@ -296,7 +296,10 @@ def trace(
             fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
             check_named(batch, fake.forward)
             kept = kept_in_fp32(fake, precision, keep_fp32)
-            _cast_params(fake, COMPUTE_DTYPES[precision], kept)
+            for param, _ in structure_of(fake).params:
+                own_dtype = torch.float32 if id(param) in kept else COMPUTE_DTYPES[precision]
+                if param.is_floating_point() and param.dtype is not own_dtype:
+                    param.data = torch.empty(param.shape, dtype=own_dtype)
             for module in fake.modules():
                 without_package(getattr(module, "config", None))
             fake.train()
@@ -310,9 +313,8 @@ def trace(
             known: dict[int, torch.Tensor] = {}
             inputs = {name: fake_input(value, mode, known) for name, value in own.items()}
             if is_auto and tiles is None:
-                config = getattr(fake, "config", None)
                 shapes = {name: tuple(v.shape) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
-                tokens = count_tokens(shapes, has_decoder=bool(getattr(config, "is_encoder_decoder", False)))
+                tokens = count_tokens(shapes, fake)
                 choices.extend(token_tiles.auto_tokens(fake, tokens))
             if tiles is not None:
                 token_tiles.tile_tokens(fake, tiles)
@@ -416,13 +418,6 @@ def _empty_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         if tensor.numel() and 0 in tensor.stride():  # a stand-in that takes no memory
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
-
-def _cast_params(model: nn.Module, dtype: torch.dtype, kept: Collection[int]) -> None:
-    for param, _ in structure_of(model).params:
-        own = torch.float32 if id(param) in kept else dtype
-        if param.is_floating_point() and param.dtype is not own:
-            param.data = torch.empty(param.shape, dtype=own)
 
 
 def _set_checkpointing(model: Any, wanted: bool | str | None) -> None:

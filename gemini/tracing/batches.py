@@ -125,15 +125,15 @@ def check_named(batch: Any, forward: Any) -> None:
         )
 
 
-def count_tokens(shapes: Mapping[str, tuple[int, ...]], *, has_decoder: bool = False) -> int:
+def count_tokens(shapes: Mapping[str, tuple[int, ...]], model: Any = None) -> int:
     """Positions that a batch of these shapes has the model work on.
 
-    Those of its inputs; of an encoder-decoder model (``has_decoder``) those of the decoder as well. A decoder's labels
-    are its inputs once more and do not count. Images, and what else has no positions, count as samples.
+    Those of its inputs; of an encoder-decoder ``model`` those of the decoder as well. A decoder's labels are its inputs
+    once more and do not count. Images, and what else has no positions, count as samples.
     """
     source = next((shapes[name] for name in ("input_ids", "inputs_embeds") if name in shapes), None)
     decoder = 0
-    if has_decoder:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         names = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
         target = next((shapes[name] for name in names if name in shapes), ())
         decoder = target[0] * target[1] if len(target) > 1 else 0

@@ -263,14 +263,16 @@ class Observer:
         if self._resting or broken_off or not (with_backward and self.step.differentiable):
             self._begin_step()
         self.step.differentiable = with_backward
+        names = list(inspect.signature(self.model.forward).parameters)
+        names += [f"input {position}" for position in range(len(names), len(args))]
         shapes = {}
-        for name, value in _named_inputs(self.model, args, kwargs):
-            shapes[name] = tuple(value.shape)
-            if self.meter is not None:
-                self.meter.arrived(value)
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if isinstance(value, torch.Tensor):
+                shapes[name] = tuple(value.shape)
+                if self.meter is not None:
+                    self.meter.arrived(value)
         self.step.inputs = self.step.inputs or shapes
-        config = getattr(self.model, "config", None)
-        self.step.tokens += count_tokens(shapes, has_decoder=bool(getattr(config, "is_encoder_decoder", False)))
+        self.step.tokens += count_tokens(shapes, self.model)
 
     def _begin_step(self) -> None:
         self.before_step()
@@ -336,20 +338,16 @@ class Observer:
         if record is None or output is None:
             return
         if record.chunks and record.parent is not None:
-            self._hold_returned(record, output)
+            keys = {self._params[i].untyped_storage()._cdata: i for i in record.chunks}  # type: ignore[call-overload]
+            for tensor in iter_tensors(output):  # params that it returns
+                if (index := keys.get(tensor.untyped_storage()._cdata)) is not None:
+                    self._calls.hold(index)
         if torch.is_grad_enabled() and (record.chunks or (record.parent is None and not self._in_backward)):
 
             def begin(grad: torch.Tensor) -> None:
                 self._begin_backward_of(record)
 
             record.on_gradient(output, begin)
-
-    def _hold_returned(self, record: CallRecord, output: Any) -> None:
-        keys = {self._params[i].untyped_storage()._cdata: i for i in record.chunks}  # type: ignore[call-overload]
-        for tensor in iter_tensors(output):
-            index = keys.get(tensor.untyped_storage()._cdata)
-            if index is not None:
-                self._calls.hold(index)
 
     def _begin_backward_of(self, record: CallRecord) -> None:
         path = self._path_of.get(record)
@@ -459,10 +457,3 @@ def trace_of_step(
         checkpointing=step.checkpointing,
         read_together=tuple(dict.fromkeys(moment.params for moment in declared.moments)),
     )
-
-
-def _named_inputs(model: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    names = list(inspect.signature(model.forward).parameters)
-    names += [f"input {position}" for position in range(len(names), len(args))]
-    pairs = [*zip(names, args, strict=False), *kwargs.items()]
-    return [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]

@@ -139,10 +139,11 @@ def test_time_goes_by_the_bytes_that_an_update_touches() -> None:
     hardware = Hardware("box", {"update_cpu": figure, "update_gpu": figure})
     costs = Costs(hardware, Efficiency(), compute=GPU, precision="bf16", local_ranks=1)
     for rule in (ADAM, LOMO, TINY):
-        numel, specs = 2**20, plane_specs("bf16", "transient", rule, trainable=True)
-        planes = {kind: spec.num_bytes(numel) for kind, spec in specs.items()}
+        numel = 2**20
+        layout = make_layout([ParamSpec("weight", numel)], align=rule.align)
+        problem = Problem(layout, "bf16", "transient", {CPU: 0}, GPU, working_set=0, staging=0, rule=rule)
         for tier in (CPU, GPU):
-            cost = costs.update(planes, tier, grad_bytes=2 * numel)
+            cost = costs.update(problem, 0, tier)
             assert cost.seconds == pytest.approx(1e-9 * numel * rule.touched / 26, rel=0.01)
 
 

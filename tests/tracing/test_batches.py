@@ -1,5 +1,6 @@
 """Inputs and model classes that follow from a config."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,7 +89,8 @@ def test_a_batch_without_names_is_refused_with_those_of_forward(batch: Any) -> N
 
 def test_tokens_are_positions_or_else_samples() -> None:
     assert count_tokens({"input_ids": (2, 5), "labels": (2, 5)}) == 10
-    assert count_tokens({"input_ids": (2, 5), "labels": (2, 3)}, has_decoder=True) == 16
+    t5 = SimpleNamespace(config=transformers.T5Config())
+    assert count_tokens({"input_ids": (2, 5), "labels": (2, 3)}, t5) == 16
     assert count_tokens({"inputs_embeds": (2, 5, 8)}) == 10
     assert count_tokens({"pixel_values": (3, 3, 8, 8)}) == 3
     assert count_tokens({}) == 0
