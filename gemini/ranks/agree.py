@@ -249,6 +249,7 @@ def agree(
     refusal: BaseException | None = None,
     *,
     swap: Callable[[int], list[int]] | None = None,
+    tag: Tag = Tag.AGREEMENT,
     words: str = "values",
 ) -> None:
     """Let all ranks of ``wire``, which all come here, go on together or not at all.
@@ -256,7 +257,7 @@ def agree(
     Args:
         facts: what must be alike on all of them; not asked for where a rank is alone or refuses.
         refusal: why this rank will not.
-        swap: how each rank's number reaches all, where they travel in other messages; else on the wire.
+        swap: how each rank's number reaches all, where they travel in other messages; else on the wire, as ``tag``.
         words: which of ``WORDS`` say what differs.
 
     Raises:
@@ -272,7 +273,7 @@ def agree(
     found = Facts({}) if facts is None or refusal is not None else facts()
     own = _REFUSES if refusal is not None else 0 if facts is None else found.checksum
     if swap is None:
-        heard = wire.swap(Tag.AGREEMENT, torch.tensor([own], device="cpu"), doing).view(-1).tolist()
+        heard = wire.swap(tag, torch.tensor([own], device="cpu"), doing).view(-1).tolist()
     else:
         heard = swap(own)
     # All ranks hear the same numbers: either all of them tell, or none does.

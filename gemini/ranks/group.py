@@ -239,15 +239,11 @@ class Ranks:
         everyone = self.job.swap(Tag.VALUES, torch.tensor(values, dtype=torch.int64, device="cpu"), "the start")
         return [int(value) for value in everyone.amin(0)]
 
-    def take_from_first(
-        self, tensors: Mapping[str, torch.Tensor], *, of_job: bool = False, of_experts: bool = False
-    ) -> list[str]:
-        """Make ``tensors`` those of the first rank with the same params, or of the job's, or of those with the same
-        experts too, as DistributedDataParallel does; only those that differ are sent.
-
-        Returns the names of those that differed on any rank.
+    def take_from_first(self, tensors: Mapping[str, torch.Tensor], wire: Wire | None = None) -> list[str]:
+        """Make ``tensors`` those of the first rank of ``wire``, or of those with the same params, as
+        DistributedDataParallel does. Only those that differ are sent; their names.
         """
-        wire = self.job if of_job else self.alike if of_experts else self.everyone
+        wire = wire or self.everyone
         if wire.size == 1:
             return []
         sums = torch.tensor([checksum_of(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")

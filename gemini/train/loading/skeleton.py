@@ -99,7 +99,7 @@ def generator_of_first(ranks: Ranks) -> Iterator[None]:
     own = torch.get_rng_state()
     shared = own.clone()
     # Into a copy: the generator itself is set when all have it.
-    ranks.take_from_first({"the state of the random generator": shared}, of_job=True)
+    ranks.take_from_first({"the state of the random generator": shared}, ranks.job)
     torch.set_rng_state(shared)
     try:
         yield

@@ -237,7 +237,7 @@ class StoredModel(Skeleton):
     def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:
         handles = {id(handle.param): handle for handle in homes.handles}
         kept = {handles[key].name: value for key, value in self._kept.items()}
-        ranks.take_from_first(kept, of_job=True)  # they are whole, however they will be cut
+        ranks.take_from_first(kept, ranks.job)  # they are whole, however they will be cut
         places = {
             name: handles[id(param)]
             for name, param in self._params.items()

@@ -170,7 +170,7 @@ def prepare(
     ranks.take_from_first({**tensors, **dict(structure.model.named_buffers()), **scales_in(every)})
     if experts:
         own = {name: param.data for name, param in every if id(param) in experts}
-        ranks.take_from_first(own, of_experts=True)
+        ranks.take_from_first(own, ranks.alike)
 
 
 def _as_text(value: Any) -> str:

@@ -160,14 +160,8 @@ class ReplicaSums:
             return
         names = [handle.name for handle in present]
         facts = Facts({"the chunk": chunk.spec.index, "the gradients in it": names, "the hyperparameters": plan})
-        what = f"the update of {chunk.name} inside backward"
-
-        def swap(number: int) -> list[int]:
-            # Not as other agreements travel: a replica that stands elsewhere says more there.
-            heard: list[int] = self._wire.swap(Tag.HEADER, torch.tensor([number], device="cpu"), what).view(-1).tolist()
-            return heard
-
-        agree(self._wire, what, lambda: facts, swap=swap)
+        # Not as other agreements: a replica that stands elsewhere says more there.
+        agree(self._wire, f"the update of {chunk.name} inside backward", lambda: facts, tag=Tag.HEADER)
         across = self._wires.get(chunk.spec.index)
         if across is None:
             return

@@ -164,15 +164,6 @@ def parts_of(style: str) -> tuple[str, int]:
     return kind, int(groups) if groups else 2 if kind.startswith("packed") else 1
 
 
-def _linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Compute a layer cut by rows without its bias."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    if is_transposed(module):
-        return x @ weight
-    return nn.functional.linear(x, weight)
-
-
 Forward = Callable[..., Any]
 
 
@@ -185,8 +176,9 @@ def _joined(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *a
 
 
 def _rowwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
+    weight: Any = module.weight
+    out = slices.sum(x @ weight if is_transposed(module) else nn.functional.linear(x, weight))
     # The bias after the sum: added in each slice it would count as often as there are slices.
-    out = slices.sum(_linear(module, x))
     bias = getattr(module, "bias", None)
     return out if bias is None else out + bias
 
@@ -204,10 +196,6 @@ def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: tor
     is_here = (here >= 0) & (here < rows)
     found = own(here.clamp(0, rows - 1))
     return slices.sum(found * is_here.unsqueeze(-1))
-
-
-def _embedding_by_columns(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
-    return slices.join(own(*args, **kwargs))
 
 
 def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +253,7 @@ STYLES: dict[str, Callable[..., Any] | None] = {
     "packed_rowwise": _rowwise,
     "rowwise_split_input": _rowwise_of_whole,
     "embedding_rowwise": _embedding_by_rows,
-    "embedding_colwise": _embedding_by_columns,
+    "embedding_colwise": _joined,
     "replicated_with_grad_allreduce": _whole_with_summed_grads,
     "all_reduce": _summed,
     "moe_tp_experts": _experts,
