@@ -142,7 +142,6 @@ class Ranks:
         waiting: these wait for each other here.
         local_size: ranks of the job on this machine, who divide its memory and disk.
         slice_: which slice of the model this rank has, by the dims that slice it; "" for all of it.
-        sliced_by: these dims.
     """
 
     wire: Wire
@@ -160,7 +159,6 @@ class Ranks:
     waiting: WaitingGroup
     local_size: int
     slice_: str = ""
-    sliced_by: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -346,7 +344,6 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
                 group.library = _collective(group.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
-    sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
     # Slices that the caller has cut are checkpoints of their own: nobody knows what the others have.
     writers = job if in_parts else everyone
     return Ranks(
@@ -364,8 +361,7 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
         writers=writers,
         waiting=WaitingGroup(writers.global_ranks),
         local_size=local_size,
-        slice_=", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by),
-        sliced_by=sliced_by,
+        slice_=", ".join(f"{name} {place_in(mesh, name)}" for name in SLICING if size_of(mesh, name) > 1),
     )
 
 

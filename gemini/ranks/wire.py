@@ -30,9 +30,9 @@ class Tag(IntEnum):
     """Kinds of messages; two ranks that stand at different points of a program never mix them up."""
 
     AGREEMENT = 1  # what a rank wants next, checksums, gradient norms
-    WEIGHTS = 2  # of chunks, to be gathered
-    GRADIENTS = 3  # of chunks, to be added up over the shard group
-    REPLICAS = 4  # sums of shards, to be added up over replicas
+    ALL_GATHER = 2  # weights of chunks
+    REDUCE_SCATTER = 3  # gradients of chunks, over the shard group
+    ALL_REDUCE = 4  # sums of shards, over replicas
     BY_NAME = 5  # values of one param or state that somebody reads
     VALUES = 6  # small numbers and texts, and weights of the first rank at the start
     CONTEXT = 7  # parts of sequences (cp)

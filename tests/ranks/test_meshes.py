@@ -345,7 +345,7 @@ def small_sums(sizes: list[int]) -> list[bool]:
         for numel in sizes:
             tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]
             own, scratch = tensors[wire.rank].clone(), torch.empty(8 * numel + 16, dtype=torch.uint8)
-            wire.all_reduce(Tag.REPLICAS, own, scratch, "a sum")
+            wire.all_reduce(Tag.ALL_REDUCE, own, scratch, "a sum")
             right.append(torch.equal(own, sum(tensor.float() for tensor in tensors).to(dtype)))  # type: ignore[union-attr]
     return right
 

@@ -83,12 +83,12 @@ class Channel:
     def gather(self, chunk: Chunk) -> None:
         """Fill the window of a chunk with the shards of all ranks, all of which gather it now."""
         with torch.profiler.record_function("gemini::all_gather"), self.during(Track.GATHER, chunk):
-            self.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}").wait()
+            self.wire.begin_all_gather(Tag.ALL_GATHER, chunk.flat, f"the all-gather of {chunk.name}").wait()
 
     def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
         """Begin to fill the window of a chunk when ``ready`` is complete; the end of that. Called by the launcher."""
         with torch.profiler.record_function("gemini::all_gather"), self.during(Track.GATHER, chunk):
-            return Arrival(self.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}"))
+            return Arrival(self.wire.begin_all_gather(Tag.ALL_GATHER, chunk.flat, f"the all-gather of {chunk.name}"))
 
     def launch_reduce(self, chunk: Chunk, whole: torch.Tensor, ready: Event) -> Event:
         """Begin to add up the gradients of a chunk when ``ready`` is complete, as far as that goes without host memory
@@ -109,7 +109,7 @@ class Channel:
         # A rank without any of these gradients sends nothing, and the sum has no term of it.
         own = whole if self.wire.rank in senders else None
         what = f"the reduce-scatter of {chunk.name}"
-        return self.wire.reduce_scatter(Tag.GRADIENTS, own, senders, chunk.weights.numel, self._scratch, what)
+        return self.wire.reduce_scatter(Tag.REDUCE_SCATTER, own, senders, chunk.weights.numel, self._scratch, what)
 
     def during(self, track: Track, chunk: Chunk) -> AbstractContextManager[None]:
         """Note a time in which weights or gradients travel."""
@@ -138,7 +138,7 @@ class LibraryChannel(Channel):
     def gather(self, chunk: Chunk) -> None:
         with torch.profiler.record_function("gemini::all_gather"), self.during(Track.GATHER, chunk):
             what = f"the all-gather of {chunk.name}"
-            self.wire.all_gather_by_library(Tag.WEIGHTS, chunk.flat, self._section(chunk.flat), what)
+            self.wire.all_gather_by_library(Tag.ALL_GATHER, chunk.flat, self._section(chunk.flat), what)
 
     def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
         return self.device.launch(lambda: self.gather(chunk), STREAM, chunk.flat, ready)
@@ -150,7 +150,7 @@ class LibraryChannel(Channel):
         """The sum stands in this rank's section of the whole gradient."""
         what = f"the reduce-scatter of {chunk.name}"
         with self.during(Track.REDUCE, chunk):
-            self.wire.reduce_scatter_by_library(Tag.GRADIENTS, self._section(whole), whole, what)
+            self.wire.reduce_scatter_by_library(Tag.REDUCE_SCATTER, self._section(whole), whole, what)
 
     def sums(
         self, chunk: Chunk, whole: torch.Tensor | None, senders: Mapping[int, torch.dtype], *, is_launched: bool = False

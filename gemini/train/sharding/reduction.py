@@ -11,7 +11,7 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -36,42 +36,6 @@ from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_sync import StepSync
 from gemini.train.update.sinks import GradientSink
-
-
-class Completions:
-    """Notes on the backward that runs, and on the last one that ended."""
-
-    def __init__(self) -> None:
-        self._moments: dict[int, int] = {}
-        self._backward = 0
-        self._before: dict[int, int] = {}
-        self._partial: set[int] = set()
-
-    def __contains__(self, index: object) -> bool:
-        """Whether the gradients of a chunk are complete in the backward that runs."""
-        return index in self._moments
-
-    def note(self, index: int, moment: int | None, backward: int) -> None:
-        """All gradients of a chunk have arrived in backward number ``backward``; in which moment, if that is known."""
-        if self._backward != backward:  # what broke off before it ended is none of this one
-            self._moments, self._backward = {}, backward
-        if moment is not None:
-            self._moments[index] = moment
-
-    def note_reduced(self, index: int, *, is_full: bool) -> None:
-        """The ranks have reduced a chunk one by one, and all know whether all had all of its gradients."""
-        (self._partial.discard if is_full else self._partial.add)(index)
-
-    def end_backward(self) -> None:
-        """Keep what was noted: the next backward may be like it."""
-        if self._moments:
-            self._before, self._moments = self._moments, {}
-
-    def usual(self, chunks: Iterable[int]) -> Mapping[int, int]:
-        """Choose of ``chunks`` those whose gradients all ranks have; with their moments, in the last order."""
-        known = set(chunks) - self._partial
-        return {index: moment for index, moment in self._before.items() if index in known}
-
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
@@ -151,7 +115,12 @@ class Reduction(GradientSink):
         self._staging = store.transfers.staging.get(Lane.REDUCE)
         grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
         self._needs_staging = any(plane.device_view(0, 0) is None for plane in grads)
-        self._completions = Completions()
+        # In which moments chunks became complete in the backward of that number, and in the one that ended before it;
+        # and the chunks of which the ranks have not had all gradients.
+        self._moments: dict[int, int] = {}
+        self._moments_of = 0
+        self._moments_before: dict[int, int] = {}
+        self._partial: set[int] = set()
 
         # Inside backward: its number, and the checksum of what its updates depend on, once the first is planned.
         self._plan = (-1, 0)
@@ -183,8 +152,11 @@ class Reduction(GradientSink):
 
     def complete(self, chunk: Chunk) -> None:
         """Begin or await the reduction of a chunk, every gradient of which has arrived on this rank."""
-        index = chunk.spec.index
-        self._completions.note(index, self._manager.foresight.place, self.state.backward_number)
+        index, moment = chunk.spec.index, self._manager.foresight.place
+        if self._moments_of != self.state.backward_number:  # what broke off before it ended is none of this one
+            self._moments, self._moments_of = {}, self.state.backward_number
+        if moment is not None:
+            self._moments[index] = moment
         if not self.reduces:
             return
         step = self._shards.step
@@ -192,7 +164,7 @@ class Reduction(GradientSink):
             self._reduce(index)
             return
         # In the script's order, in which chunks need not become complete: what is early waits for its turn.
-        while (following := step.next_reduction) in self._completions and following in self._whole:
+        while (following := step.next_reduction) in self._moments and following in self._whole:
             if not self._is_full(following):
                 return
             self._begin(step, following)
@@ -207,7 +179,8 @@ class Reduction(GradientSink):
     def _reduce_rest(self) -> None:
         # First: until the script is over on all ranks its messages come before any question.
         is_alike = self._shards.finish(at_end=True)
-        self._completions.end_backward()
+        if self._moments:
+            self._moments_before, self._moments = self._moments, {}
         if not self.reduces:
             return
         # From the end of the layout, as all ranks do: which of them are open may differ between ranks.
@@ -243,9 +216,9 @@ class Reduction(GradientSink):
             return {}
         if self.transient or (self._staging is None and self._needs_staging):
             return None
-        return self._completions.usual(
-            index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
-        )
+        trained = {index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)}
+        known = trained - self._partial
+        return {index: moment for index, moment in self._moments_before.items() if index in known}
 
     def _begin(self, step: ScriptedStep, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
@@ -328,7 +301,7 @@ class Reduction(GradientSink):
         self._sync.undo()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, requests, whole, handles)
-        self._completions.note_reduced(index, is_full=bool(arrived.all()))
+        (self._partial.discard if arrived.all() else self._partial.add)(index)
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):

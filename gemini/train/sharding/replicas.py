@@ -167,7 +167,7 @@ class ReplicaSums:
             return
         for start, stop in tiles(0, section.numel(), self._shards.replica_scratch.numel() // 8):
             tile = section[start:stop].cpu()
-            across.all_reduce(Tag.REPLICAS, tile, self._shards.replica_scratch, f"the all-reduce of {chunk.name}")
+            across.all_reduce(Tag.ALL_REDUCE, tile, self._shards.replica_scratch, f"the all-reduce of {chunk.name}")
             if tile.data_ptr() != section[start:stop].data_ptr():
                 section[start:stop].copy_(tile)
 
@@ -267,7 +267,7 @@ class ReplicaSums:
             # Other replicas have these gradients; this one adds zeros, and has them from here on.
             for handle in absent:
                 tile[max(handle.part.start - start, 0) : max(handle.part.stop - start, 0)].zero_()
-            across.all_reduce(Tag.REPLICAS, tile, scratch, f"the all-reduce of {chunk.name}")
+            across.all_reduce(Tag.ALL_REDUCE, tile, scratch, f"the all-reduce of {chunk.name}")
             if is_staged:
                 self._mover.store(plane, start, stop, tile)
             for handle in handles:

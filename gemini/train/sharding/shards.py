@@ -43,17 +43,6 @@ if TYPE_CHECKING:
     from gemini.train.sharding.reduction import Reduction
 
 _PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
-_TRAFFIC = {
-    Tag.WEIGHTS: "all_gather",
-    Tag.GRADIENTS: "reduce_scatter",
-    Tag.REPLICAS: "all_reduce",
-    Tag.BY_NAME: "by_name",
-    Tag.AGREEMENT: "agreement",
-    Tag.HEADER: "agreement",
-    Tag.VALUES: "agreement",
-    Tag.CONTEXT: "context",
-    Tag.EXPERTS: "experts",
-}
 
 
 class Company:
@@ -194,7 +183,7 @@ class Shards(Company):
             wires.append(self.ranks.everyone)
         for wire in wires:
             for tag, num_bytes in wire.sent.items():
-                total[_TRAFFIC[tag]] += num_bytes
+                total["agreement" if tag in (Tag.HEADER, Tag.VALUES) else tag.name.lower()] += num_bytes
         return total
 
     # ---- a step that follows a script -------------------------------------------------------------------------------
@@ -395,7 +384,7 @@ class Shards(Company):
                 received = dict(zip(wire.peers, room, strict=True))
             outgoing = {receiver: own for receiver in receivers if receiver != wire.rank}
             with self.channel.during(Track.GATHER, chunk):
-                wire.start(Tag.WEIGHTS, outgoing, received, what).wait()
+                wire.start(Tag.ALL_GATHER, outgoing, received, what).wait()
             for rank, part in [*received.items(), *([(wire.rank, own)] if taking else [])]:
                 into = chunk.flat[rank * shard + start : rank * shard + stop]
                 # As in an all-gather: what others sent counts as sent by them.
