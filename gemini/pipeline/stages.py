@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -209,7 +209,7 @@ class Stage(nn.Module):
             self._entry.__dict__["given"] = received[0]
         try:
             try:
-                with self._standing_in():
+                with _standing_in(self.__dict__["model"], self.stand_ins):
                     output = self.__dict__["model"](**batch)
             except Exception:
                 # What comes after the blocks may look for what a block has left somewhere, and nobody needs what it
@@ -255,18 +255,6 @@ class Stage(nn.Module):
             todo += new
         return ""
 
-    @contextmanager
-    def _standing_in(self) -> Iterator[None]:
-        places = [(_place_of(self.__dict__["model"], name), module) for name, module in self.stand_ins.items()]
-        before = [(modules, key, modules[key]) for (modules, key), _ in places]
-        try:
-            for (modules, key), module in places:
-                modules[key] = module
-            yield
-        finally:
-            for modules, key, module in before:
-                modules[key] = module
-
 
 class Numbered(nn.Module):
     """A stage for torch's schedules, which divide what they are given along its first dim: it is told the number of a
@@ -283,28 +271,33 @@ class Numbered(nn.Module):
         return self.stage.loss_of(output) if self.stage.is_last else output  # type: ignore[no-any-return]
 
 
-@contextmanager
-def left_out(model: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
+def left_out(model: nn.Module, stages: Sequence[Stage]) -> AbstractContextManager[None]:
     """Let go of modules that run in none of these stages: their params are on other ranks. If what is done inside
     fails, they are back.
     """
     never = set.intersection(*(set(stage.stand_ins) for stage in stages))
-    before = [(name, model.get_submodule(name)) for name in sorted(never)]
-    for name, _ in before:
-        modules, key = _place_of(model, name)
-        modules[key] = stages[0].stand_ins[name]
+    return _standing_in(model, {name: stages[0].stand_ins[name] for name in sorted(never)}, stay=True)
+
+
+@contextmanager
+def _standing_in(model: nn.Module, stand_ins: Mapping[str, nn.Module], *, stay: bool = False) -> Iterator[None]:
+    """Put these in the places of modules of a model, by their names; for good if they ``stay`` and nothing fails."""
+    places = []
+    for name in stand_ins:
+        path, _, key = name.rpartition(".")
+        places.append((model.get_submodule(path)._modules, key))
+    before = [modules[key] for modules, key in places]
     try:
+        for (modules, key), module in zip(places, stand_ins.values(), strict=True):
+            modules[key] = module
         yield
     except BaseException:
-        for name, module in before:
-            modules, key = _place_of(model, name)
-            modules[key] = module
+        stay = False
         raise
-
-
-def _place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    path, _, key = name.rpartition(".")
-    return model.get_submodule(path)._modules, key
+    finally:
+        if not stay:
+            for (modules, key), was in zip(places, before, strict=True):
+                modules[key] = was
 
 
 def micro_batches_of(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
