@@ -27,10 +27,8 @@ from gemini.kernels.arrays import Arrays, Segment, Where, with_scale
 from gemini.planning.planes import ADAM as ADAM_SPEC
 from gemini.planning.planes import RuleSpec
 
-States = Mapping[str, Tensor]
-"""The states of an update by name: planes, flat, and factors in their shapes."""
-LARGEST = torch.finfo(torch.float32).max
-"""The largest number that a hyperparameter may be."""
+States = Mapping[str, Tensor]  # the states of an update by name: planes, flat, and factors in their shapes
+LARGEST = torch.finfo(torch.float32).max  # the largest number that a hyperparameter may be
 _SLAB = 2**20
 """Elements that are joined, updated and split at once: bounds what the torch lines take beside planes and budgets."""
 
@@ -77,8 +75,7 @@ class Hyper(NamedTuple):
     """A hyperparameter of a rule: a number, some numbers, a bool or a word, as its default is."""
 
     default: Any
-    words: str = ""
-    """What it is, for the documentation; nothing of one that programs do not give to an optimizer."""
+    words: str = ""  # what it is, for the documentation; nothing of one that programs do not give to an optimizer
     within: str | tuple[str, ...] = ""
     """Which numbers make sense (where nothing is said what is not negative, of several "in [0, 1)"), or the words."""
 

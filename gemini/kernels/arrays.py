@@ -25,8 +25,7 @@ CODES = (torch.int8, torch.uint8)
 RESIDUAL = (torch.int16, torch.int8)
 GRAD = (torch.float32, torch.bfloat16, torch.float16)
 
-Arg = tuple[str, Tensor, tuple[torch.dtype, ...]]
-"""Name, tensor and accepted formats of an argument."""
+Arg = tuple[str, Tensor, tuple[torch.dtype, ...]]  # name, tensor and accepted formats of an argument
 
 
 class Where(NamedTuple):

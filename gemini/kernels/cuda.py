@@ -33,8 +33,7 @@ _DTYPES = {
     torch.float16: "gemini::Dtype::f16",
 }
 
-_RULES = {"adamw": "Adam<true>", "adam": "Adam<false>"}
-"""Of csrc/rules.h, where the struct is not named as the rule is."""
+_RULES = {"adamw": "Adam<true>", "adam": "Adam<false>"}  # of csrc/rules.h, where the struct is not named as the rule is
 
 
 class NormWorkspace:
@@ -225,8 +224,7 @@ def _pointers(*addresses: int) -> Any:
 _HEAD = struct.Struct("<3Qi4x8Q2Qi4x")
 """Of Launch in csrc/cuda/update_body.cuh what is before its segments: Arrays of csrc/rules.h, two pointers, a count."""
 
-_BOUNDS = struct.Struct("<2q")
-"""How a segment begins; scalars follow."""
+_BOUNDS = struct.Struct("<2q")  # how a segment begins; scalars follow
 
 
 @lru_cache(maxsize=256)

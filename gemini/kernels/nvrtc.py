@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-THREADS = 256
-"""Of a block: kThreads in csrc/cuda/update_body.cuh."""
+THREADS = 256  # of a block: kThreads in csrc/cuda/update_body.cuh
 
 # The kernels' arithmetic is written in intrinsics that are never contracted; the options say the same to the rest.
 OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")

@@ -151,8 +151,7 @@ def set_flush_mode(mode: int) -> None:
 # arXiv:2110.02861); that rounding freezes averages of squares is in SOLO (arXiv:2505.00347).
 
 _PER_INDEX, _PER_STEP = 0x85EBCA6B, 0x9E3779B9
-_LIMIT = 0x3F7C0000
-"""The bits of 63/64, the largest value in units of a scale."""
+_LIMIT = 0x3F7C0000  # the bits of 63/64, the largest value in units of a scale
 _TO_SIGNED, _TO_SQUARE = 0x23400000, 0x33A00000
 """What bits of values in units of the scale, shifted, lack to be those of codes: 1 would have 128, and 256."""
 NEAREST = None

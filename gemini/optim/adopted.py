@@ -44,17 +44,13 @@ class Refusal(Exception):
 class Anatomy(NamedTuple):
     """What an optimizer keeps of a param, beside its values."""
 
-    planes: tuple[tuple[str, str], ...]
-    """States in the shape of the param: names and dtypes."""
-    numbers: tuple[str, ...]
-    """States that are one fp32 number for a whole param, which its updates change."""
+    planes: tuple[tuple[str, str], ...]  # states in the shape of the param: names and dtypes
+    numbers: tuple[str, ...]  # states that are one fp32 number for a whole param, which its updates change
     counts: tuple[tuple[str, type], ...]
     """States that count the param's updates, and what they are: ``Tensor``, ``int`` or ``float``; those that are None.
     """
-    group_counts: tuple[tuple[str, type], ...]
-    """Entries of the param group that count updates."""
-    factors: tuple[FactorSpec, ...] = ()
-    """States that are a few vectors of the param."""
+    group_counts: tuple[tuple[str, type], ...]  # entries of the param group that count updates
+    factors: tuple[FactorSpec, ...] = ()  # states that are a few vectors of the param
 
     @property
     def specs(self) -> tuple[PlaneSpec, ...]:

@@ -171,8 +171,7 @@ class HessianProbe:
         self._number = number
         # By identity, in the order of the optimizer: all ranks draw the same vectors.
         self._places = {id(param): place for place, param in enumerate(params)}
-        self._products: list[torch.Tensor] | None = []
-        """None when the second backward has begun."""
+        self._products: list[torch.Tensor] | None = []  # None when the second backward has begun
 
     def take(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
         """The part to keep of a gradient that has arrived: the estimate, in the second backward; else nothing."""

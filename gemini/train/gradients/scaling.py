@@ -48,14 +48,12 @@ class Scale:
             self._given = torch.as_tensor(self._given).clone()
 
 
-UNSCALED = Scale(1.0)
-"""That of gradients whose loss no scaler has scaled."""
+UNSCALED = Scale(1.0)  # that of gradients whose loss no scaler has scaled
 
 scaler_steps: ContextVar[bool] = ContextVar("scaler_steps", default=False)
 """Whether a scaler that knows managed params is what asks an optimizer to step."""
 
-are_any_scaled = False
-"""Whether any loss of this process was ever scaled: else no backward need be asked for its scale."""
+are_any_scaled = False  # whether any loss of this process was ever scaled: else no backward need be asked for its scale
 
 
 class ScaledBackward(NamedTuple):
@@ -126,14 +124,11 @@ class Scaling:
     def __init__(self, params: ParamSet, state: StepState, gradients: GradientStore, *, is_needed: bool):
         self._params, self._state, self._gradients = params, state, gradients
         self.is_needed = is_needed
-        self.held = UNSCALED
-        """Of the gradients that wait for the update."""
-        self.is_scaled = False
-        """Whether that is a scaler's: else nobody need ask for it."""
+        self.held = UNSCALED  # of the gradients that wait for the update
+        self.is_scaled = False  # whether that is a scaler's: else nobody need ask for it
         # By name: params that `unscale_` was called for since the last backward.
         self._unscaled: set[str] = set()
-        self._entered = -1
-        """The backward that was looked at last, as autograd numbers them."""
+        self._entered = -1  # the backward that was looked at last, as autograd numbers them
 
     # ---- backward -----------------------------------------------------------------------------------------------
 

@@ -83,10 +83,8 @@ class _Straight(Transfer):
 class _GradPlace(NamedTuple):
     """The place of a param's gradient in the planes of its chunk: one of ``view`` and ``home``, or through staging."""
 
-    view: torch.Tensor | None = None
-    """In the plane, where the device computes with it."""
-    lost: torch.Tensor | None = None
-    """What rounding a sum to ``view`` loses, where that is kept."""
+    view: torch.Tensor | None = None  # in the plane, where the device computes with it
+    lost: torch.Tensor | None = None  # what rounding a sum to view loses, where that is kept
     home: torch.Tensor | None = None
     """In the plane, where the device copies to it and what leaves the device is just what it holds."""
 
@@ -127,11 +125,9 @@ class GradientStore:
         self._staging = store.transfers.staging.get(Lane.LANDING)
         """Where those land that the host works on; without it each of them is waited for."""
         self._number = 0  # of landings by the worker, for their order
-        self.landing = store.transfers.open[Lane.LANDING]
-        """Gradients on their way."""
+        self.landing = store.transfers.open[Lane.LANDING]  # gradients on their way
         store.ledger.register(Turn.LANDINGS, self.relieve, store.device.tier)
-        self.synchronous = False
-        """Whether gradients land at once: a ``MemoryTracer`` sets it, so that live bytes are exact."""
+        self.synchronous = False  # whether gradients land at once: a MemoryTracer sets it, so that live bytes are exact
 
     @property
     def has_any(self) -> bool:

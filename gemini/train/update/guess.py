@@ -33,14 +33,11 @@ from gemini.tiers import Tier
 from gemini.train.update.tiles import ParamUpdate
 
 HOLDER = "guesses"
-_STEPS = 8
-"""Steps that tell whether guessing pays."""
+_STEPS = 8  # steps that tell whether guessing pays
 
-_LONGEST_PAUSE = 256
-"""Steps after which guesses that were wrong again and again are tried once more."""
+_LONGEST_PAUSE = 256  # steps after which guesses that were wrong again and again are tried once more
 
-_WAITING = 0.1
-"""Of a step's time: so much must be waiting for updates before an optimizer begins to guess by itself."""
+_WAITING = 0.1  # of a step's time: so much must be waiting for updates before an optimizer begins to guess by itself
 
 
 class Guess:
@@ -61,17 +58,13 @@ class Guess:
     ):
         self._asked, self._pairs, self._planes, self._ledger = _asked_for(params), pairs, planes, ledger
         self._in_sight = chunk.resident
-        self.num_bytes = sum(plane.num_bytes for plane in planes.values())
-        """Of host memory that it holds."""
+        self.num_bytes = sum(plane.num_bytes for plane in planes.values())  # of host memory that it holds
         self._lock = threading.Lock()
-        self.is_kept = False
-        """Whether it has become an update like others."""
-        self.is_dropped = False
-        """Whether it is not wanted any more."""
+        self.is_kept = False  # whether it has become an update like others
+        self.is_dropped = False  # whether it is not wanted any more
         self._is_over = False
         self._old: list[tuple[Plane, int, int, torch.Tensor]] = []  # plane, its range, and what was there
-        self._new: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Weights that are to come home, with their place there."""
+        self._new: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that are to come home, with their place there
 
     @staticmethod
     def of(chunk: Chunk, params: Sequence[ParamUpdate], ledger: Ledger) -> Guess | None:
@@ -211,10 +204,8 @@ class GuessRecord:
     """How often guesses of one model were right. Called by the training thread alone."""
 
     def __init__(self) -> None:
-        self.num_kept = 0
-        """Updates that began inside backward and were those of the step."""
-        self.num_undone = 0
-        """Those that were not."""
+        self.num_kept = 0  # updates that began inside backward and were those of the step
+        self.num_undone = 0  # those that were not
         self._kept_before = self._undone_before = 0  # the counts when the last step ended
         self._steps: deque[bool] = deque(maxlen=_STEPS)
         self._waits: deque[bool] = deque(maxlen=_STEPS)

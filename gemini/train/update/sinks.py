@@ -41,10 +41,8 @@ class GradientSink:
         transient: whether gradients are kept nowhere.
     """
 
-    divides = False
-    """Whether ranks divide them."""
-    has_replicas = False
-    """Whether other ranks have the same shard."""
+    divides = False  # whether ranks divide them
+    has_replicas = False  # whether other ranks have the same shard
 
     def __init__(
         self,

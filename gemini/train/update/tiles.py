@@ -58,14 +58,10 @@ class ParamUpdate(NamedTuple):
 class Path(Enum):
     """How a chunk is updated."""
 
-    IN_PLACE = "in place"
-    """All that it touches is in host memory."""
-    STAGED = "staged"
-    """On the host; what is not in its memory passes through staging."""
-    STREAMED = "streamed"
-    """On the device, through whose memory tiles pass."""
-    ON_DEVICE = "on the device"
-    """All that it touches is in the device's own memory."""
+    IN_PLACE = "in place"  # all that it touches is in host memory
+    STAGED = "staged"  # on the host; what is not in its memory passes through staging
+    STREAMED = "streamed"  # on the device, through whose memory tiles pass
+    ON_DEVICE = "on the device"  # all that it touches is in the device's own memory
 
 
 class ChunkUpdate(NamedTuple):
@@ -75,8 +71,7 @@ class ChunkUpdate(NamedTuple):
     params: list[ParamUpdate]
     rule: UpdateRule
     path: Path
-    in_place: TilesInPlace | None = None
-    """Its tiles, if they were cut before."""
+    in_place: TilesInPlace | None = None  # its tiles, if they were cut before
     window: torch.Tensor | None = None
     """The weights as they are, where they are gathered: read there and not from their home."""
 
@@ -149,8 +144,7 @@ class Tile:
         guess: Guess | None = None,
     ):
         self.chunk, self.path, self.params = update.chunk, update.path, update.params
-        self.staging: StagingSet | None = None
-        """Its own until :meth:`finish`; None for the calling thread's."""
+        self.staging: StagingSet | None = None  # its own until `finish`; None for the calling thread's
         self._stop, self._factor, self._guess = stop, factor, guess
         self._mover, self._rule, self._landed = mover, update.rule, update.landed
         self._window = update.window
@@ -476,8 +470,7 @@ def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> It
 # events on the device: the host begins tiles and waits only for a slot to be home again. What stands on the device
 # already (transient gradients, weights that live there) is worked on in place.
 
-STREAM = "update"
-"""The stream of the device on which streamed updates are computed."""
+STREAM = "update"  # the stream of the device on which streamed updates are computed
 
 
 class StreamedTile(Tile):

@@ -43,8 +43,7 @@ from gemini.train.update.tiles import (
 )
 from gemini.train.update.worker import UpdateJob, UpdateWorker, update_threads
 
-_WAITING = OF_BUDGET - {Turn.FLIGHTS}
-"""Asked for gradients that wait for their update: those before them."""
+_WAITING = OF_BUDGET - {Turn.FLIGHTS}  # asked for gradients that wait for their update: those before them
 
 
 class Updates:
