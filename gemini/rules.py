@@ -136,9 +136,7 @@ class UpdateRule(ABC):
         return self
 
     def check_group(self, group: Mapping[str, Any], what: str) -> None:
-        """Refuse hyperparameters that make no sense. Raises ValueError or TypeError, naming the hyperparameter and
-        ``what`` has it.
-        """
+        """Refuse hyperparameters of ``what`` that make no sense. Raises ValueError or TypeError, naming one."""
         for name, default in self.defaults.items():
             if name not in group:
                 raise ValueError(f"{what} has no {name!r}, which the rule {self.spec.name!r} needs")

@@ -93,9 +93,7 @@ class Addresses(NamedTuple):
 def check_update(
     arrays: Arrays, spec: RuleSpec, segments: Sequence[Segment], grad_scale: Tensor | None, stop: Tensor | None
 ) -> Addresses:
-    """Look at all that an update is given, as the planes of its rule and its segments ask for it. Raises ValueError,
-    saying what was given and what is taken.
-    """
+    """Look at all that an update is given. Raises ValueError, saying what was given and what is taken."""
     weights, residual, states, grad = arrays
     is_compact, n = spec.exact is not None, weights.numel()
     block = BLOCK if is_compact else 1

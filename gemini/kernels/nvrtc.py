@@ -168,9 +168,7 @@ def _load_nvrtc() -> ctypes.CDLL:
 
 
 def code_of(kernel: str, capability: tuple[int, int]) -> tuple[str, bytes]:
-    """The symbol and the code of a kernel for a card, compiled now if it was not before. Raises RuntimeError if it
-    cannot be compiled.
-    """
+    """The symbol and the code of a kernel for a card, compiled now if it was not before. Raises RuntimeError."""
     made_by = compiler()
     target = made_by.target(capability)
     key = "\0".join((text(), kernel, target, made_by.version, *OPTIONS))

@@ -332,9 +332,7 @@ def _anatomy_with(kind: type[Optimizer], hypers: Hypers) -> Anatomy:
 
 @lru_cache(maxsize=512)
 def _check(rule: AdoptedRule, hypers: Hypers, what: str) -> None:
-    """Refuse hyperparameters that the class does not take, or with which it keeps other states than the rule has.
-    Raises ValueError, naming them.
-    """
+    """Refuse hyperparameters that the class does not take, or with which it keeps other states. Raises ValueError."""
     try:
         make(rule.kind, [nn.Parameter(torch.zeros(SHAPE, device="cpu"))], dict(hypers))
     except Exception as e:

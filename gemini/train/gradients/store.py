@@ -48,9 +48,7 @@ _LANDING = WELCOME | {Turn.LANDINGS}
 
 
 def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
-    """Refuse what cannot be kept as it is. Raises GeminiError for a gradient with a graph of its own, a sparse one, and
-    one of another dtype than the param's.
-    """
+    """Refuse a gradient with a graph of its own, a sparse one, and one of another dtype than the param's."""
     if grad.requires_grad:
         raise GeminiError(
             f"the gradient of {handle.name!r} was asked for with create_graph=True: it goes into a chunk, where it "
@@ -256,9 +254,7 @@ class GradientStore:
             self._transfers.begin(Lane.LANDING, land, self._number, of=chunk, held=held)
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The views in which gradients land, and what rounding their sum loses; None where that is not within the
-        device's reach.
-        """
+        """The views in which gradients land, and what rounding loses; None where the device does not reach them."""
         plane, error = chunk.planes[GRAD].device_view(start, stop), None
         if GRAD_ERROR in chunk.planes:
             error = chunk.planes[GRAD_ERROR].device_view(start, stop)
@@ -500,9 +496,7 @@ class GradientStore:
 
 
 def _keep(into: torch.Tensor, lost: torch.Tensor | None, flat: torch.Tensor, adding: bool) -> kernels.Sums:
-    """Copy or add a gradient to its plane: the sums of squares. ``lost``: what rounding the sum to ``into`` loses,
-    where that is kept.
-    """
+    """Copy or add a gradient to its plane: the sums of squares. ``lost``: what rounding loses, where that is kept."""
     if lost is not None:
         return kernels.sum_grad24(into, lost, flat, adding=adding)
     return kernels.accumulate_grad(into, flat) if adding else kernels.copy_grad(into, flat)

@@ -103,9 +103,7 @@ def shown_layout_of(rule: UpdateRule, param: torch.Tensor) -> dict[str, tuple[to
 
 
 def check_decay(group: Group, mine: Group, what: str) -> None:
-    """Refuse a group loaded into an Adam's that decays weights in the other one of both ways. Raises ValueError, saying
-    how this optimizer is to be made.
-    """
+    """Refuse a group loaded into an Adam's that decays weights in the other one of both ways. Raises ValueError."""
     there = group.get("decoupled", group.get("decoupled_weight_decay"))
     here = is_decoupled(mine)
     if there is not None and bool(there) is not here and float(group.get("weight_decay", 0)) != 0:

@@ -218,9 +218,7 @@ class GuessRecord:
 
     @property
     def would_pay(self) -> bool:
-        """Whether guesses would pay where nobody has asked for them: of steps enough, most of which have waited for
-        updates.
-        """
+        """Whether guesses would pay unasked: of steps enough, most of which have waited for updates."""
         return len(self._steps) == _STEPS and self.pays and 2 * sum(self._waits) > _STEPS
 
     def note_step(self, *, is_plain: bool, waiting: float = 0.0) -> None:

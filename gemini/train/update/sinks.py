@@ -77,9 +77,7 @@ class GradientSink:
         self.gradients.homes.promote(self.store.chunks)
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Take the gradient of a param, which has arrived. Raises GeminiError if another part of it was used in this
-        backward already: it would be another step.
-        """
+        """Take a gradient, which has arrived. Raises GeminiError if a part of it was used in this backward already."""
         if self.transient:
             self.use(handle, grad)
             return

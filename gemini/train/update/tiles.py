@@ -249,9 +249,7 @@ class Tile:
     def _update_whole(
         self, arrays: rules.Arrays, segments: list[rules.Segment], factors: dict[str, torch.Tensor]
     ) -> None:
-        """Run a rule that needs a param whole: the tile is one, with its factors among its states, where the update
-        runs.
-        """
+        """Run a rule that needs a param whole: the tile is one, with its factors among its states, where that runs."""
         device, states = arrays.grad.device, dict(arrays.states)
         states.update({name: value.to(device) for name, value in factors.items()})
         # Budgets have room for the temporaries of one param: the worker and the training thread take turns.

@@ -386,9 +386,7 @@ class Updates:
         return self._await_first(lambda job: job.held is not None)
 
     def _undo_one(self, want: Want) -> bool:
-        """Undo a guess that holds host memory; False if there is none. What is thought to pay must not stand in the way
-        of what is needed.
-        """
+        """Undo a guess that holds host memory, which others need; False if there is none."""
         return self._await_first(lambda job: job.is_undecided and job.guess.num_bytes > 0)
 
     def _await_first(self, which: Callable[[UpdateJob], bool]) -> bool:
@@ -413,9 +411,7 @@ class Updates:
         self.unseen.forget()
 
     def note_lost(self, cause: BaseException) -> None:
-        """An update broke off in its middle, on its thread. The model is marked before the job ends, so that whoever
-        wakes up finds it so.
-        """
+        """An update broke off, on its thread. The model is marked before the job ends: whoever wakes up finds it so."""
         self._state.mark_corrupted(cause, reported=False)
 
     def check(self) -> None:

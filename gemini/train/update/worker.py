@@ -128,9 +128,7 @@ class UpdateWorker(JobThread):
 
     @contextmanager
     def all_cores(self) -> Iterator[None]:
-        """The training thread is blocked inside: the update may use every core. Called by the training thread, which
-        computes nothing meanwhile.
-        """
+        """The training thread, which calls this, only waits inside: the update may use every core."""
         self._has_all_cores = True
         try:
             yield
