@@ -52,7 +52,7 @@ class SlotPair:
     """
 
     def __init__(self, file: SlotFile, offset: int, num_bytes: int):
-        self.file, self._offset, self._num_bytes = file, offset, num_bytes
+        self.file, self._offset, self.num_bytes = file, offset, num_bytes
         # A byte for each page: the number of its slot, or `ZEROS`.
         self._committed = bytes([ZEROS]) * (num_bytes // PAGE)
         self._now = bytearray(self._committed)
@@ -61,11 +61,6 @@ class SlotPair:
         self._lock = threading.Lock()
         self._before: bytes | None = None
         """Where everything was when writes became tentative; None while they are not."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one slot, in whole pages."""
-        return self._num_bytes
 
     def read(self, into: torch.Tensor, start: int) -> None:
         """Fill ``into`` from byte ``start`` of the plane, before other requests."""
@@ -203,7 +198,7 @@ class SlotPair:
 
     def _place(self, slot: int, start: int) -> int:
         """The offset in the file of byte ``start`` of a slot."""
-        return self._offset + slot * self._num_bytes + start
+        return self._offset + slot * self.num_bytes + start
 
     def _parts(self, pages: bytes | bytearray, start: int, num_bytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Ranges within ``[0, num_bytes)`` that lie in one slot: with the slot, and their place in the file."""

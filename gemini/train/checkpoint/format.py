@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -194,28 +193,23 @@ def manifest_of(data: dict[str, Any], path: Path) -> Manifest:
         ) from e
 
 
-def open_files(path: Path, manifest: Manifest) -> dict[str, TensorFile]:
-    """The files of a checkpoint. Raises StorageError if one is missing or cut short, or its header is damaged."""
-    return {name: TensorFile(path / name, listed.header) for name, listed in manifest.files.items()}
+def open_files(path: Path, manifest: Manifest) -> tuple[dict[str, TensorFile], list[torch.Tensor]]:
+    """The files of a checkpoint by name, and the tensors that plain values refer to, by number.
 
-
-def read_values(manifest: Manifest, opened: Mapping[str, TensorFile]) -> list[torch.Tensor]:
-    """The tensors that plain values refer to, by number. Raises StorageError if one is not what was written."""
+    Raises:
+        StorageError: if a file is missing or cut short, or its header or one of these tensors is damaged.
+    """
+    opened = {name: TensorFile(path / name, listed.header) for name, listed in manifest.files.items()}
     file, listed = opened[VALUES], manifest.files[VALUES].tensors
-    for name, entry in listed.items():
+    values = []
+    for number in map(str, range(len(listed))):
+        spec = file.specs[number]
         # A value is one piece, however large.
-        file.check(name, max(file.specs[name].numel, 1), entry.sums)
-    return [file.whole(str(i)) for i in range(len(listed))]
-
-
-def key_in_file(of: str, rank: int, size: int) -> str:
-    """Name slice ``rank`` of ``size`` of a plane as files do; ``size`` is 1 for a whole one."""
-    return of if size == 1 else f"{of}[slice {rank} of {size}]"
-
-
-def whole_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """Shape of a whole plane of a param: the param's, or flat where a plane has fewer items than the param elements."""
-    return tuple(shape) if math.prod(shape) == numel else (numel,)
+        file.check(number, max(spec.numel, 1), listed[number].sums)
+        value = torch.empty(spec.numel, dtype=spec.dtype, device="cpu")
+        file.read_into(number, 0, value)
+        values.append(value.view(spec.shape))
+    return opened, values
 
 
 def _checksum(manifest: dict[str, Any]) -> int:

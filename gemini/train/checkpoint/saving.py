@@ -32,7 +32,6 @@ from gemini.train.checkpoint.format import (
     encode,
     open_files,
     read_manifest,
-    read_values,
 )
 from gemini.train.checkpoint.read import Reader
 from gemini.train.checkpoint.saver import PendingCheckpoint, pending_in, write_now
@@ -208,8 +207,7 @@ def _load(
             _, manifest, opened, values = open_store(path)
         else:
             manifest = read_manifest(path)
-            opened = open_files(path, manifest)
-            values = read_values(manifest, opened)
+            opened, values = open_files(path, manifest)
         rest = Rest(path, manifest, values, engine, model, optimizer, scheduler)
         engine.recovery.forget_interrupted()
         # An update that broke off is no matter any more: all it would have written is overwritten.

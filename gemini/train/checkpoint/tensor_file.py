@@ -152,13 +152,6 @@ class TensorFile:
                         f"{self.path} is damaged: {name!r} is not what was written. Use an older checkpoint"
                     )
 
-    def whole(self, name: str) -> torch.Tensor:
-        """A small tensor at once."""
-        spec = self.specs[name]
-        out = torch.empty(spec.numel, dtype=spec.dtype, device="cpu")
-        self.read_into(name, 0, out)
-        return out.view(spec.shape)
-
     def _read(self, file: BinaryIO, name: str, start: int, into: torch.Tensor) -> None:
         assert into.dtype == self.specs[name].dtype
         position = self._offsets[name] + start * into.element_size()

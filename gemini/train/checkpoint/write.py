@@ -22,7 +22,7 @@ from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import in_pages
 from gemini.planning.planes import GRADS, PlaneKind
 from gemini.ranks.agree import Handshake
-from gemini.train.checkpoint.format import VALUES, check_target, encode, key_in_file, whole_shape, write_manifest
+from gemini.train.checkpoint.format import VALUES, check_target, encode, write_manifest
 from gemini.train.checkpoint.tensor_file import TensorFileWriter, TensorSpec
 from gemini.train.params.handle import ParamHandle
 
@@ -68,9 +68,10 @@ def _sources(handle: ParamHandle) -> Iterator[PlanePart]:
         if kind in GRADS:
             continue
         key, items, start = f"{kind}/{name}", plane.items(numel), part.offset // plane.block
-        in_file = key if cut is None else key_in_file(key, cut.rank, cut.size)
+        in_file = key if cut is None else f"{key}[slice {cut.rank} of {cut.size}]"
         if numel == handle.slot.numel:
-            spec = TensorSpec(in_file, plane.dtype, whole_shape(shape, items))
+            # Flat where a plane has fewer items than the param elements.
+            spec = TensorSpec(in_file, plane.dtype, tuple(shape) if shape.numel() == items else (items,))
         else:
             spec = TensorSpec(f"{in_file}[{start}:{start + items}]", plane.dtype, (items,))
         yield PlanePart(key, kind, handle, plane, spec, items, start, part.start // plane.block)
