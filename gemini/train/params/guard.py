@@ -162,21 +162,6 @@ def _refuse_autograd_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> A
     )
 
 
-def _refuse_computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Refuse what torch's parametrizations begin with, before anything has changed: a norm, or other memory."""
-    handle: ParamHandle = args[0]._gemini
-    found = _caller().f_locals
-    if found.keys() >= {"module", "name", "weight"}:  # the older weight norm has taken it out already
-        others = dict(found["module"]._parameters)
-        found["module"]._parameters.clear()
-        found["module"]._parameters.update({found["name"]: args[0], **others})
-    raise ParamAccessError(
-        f"managed param {handle.name!r} cannot be given other memory ({func.__name__}), nor be computed from others "
-        "(weight_norm, spectral_norm or another parametrization): nothing was changed. Register it before "
-        "GeminiDDP(model), or gemini.release(model) first and wrap it again"
-    )
-
-
 def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Go through steps 2 to 6 of :class:`ManagedParameter`: their order is what decides."""
     params = [tensor for tensor in iter_tensors((args, kwargs)) if isinstance(tensor, ManagedParameter)]
@@ -601,8 +586,6 @@ AT_REST: dict[Any, _Handler] = {
     torch.Tensor.register_post_accumulate_grad_hook: _hook_gradient,
     torch.autograd.backward: _run_backward,
     torch.autograd.grad: _refuse_autograd_grad,
-    torch.norm_except_dim: _refuse_computed,
-    torch.Tensor.set_: _refuse_computed,
 }
 """Handlers that answer on a param at rest by themselves, whatever else is going on."""
 
