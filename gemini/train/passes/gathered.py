@@ -1,7 +1,9 @@
-"""Writes to gathered weights become the masters exactly: those of a program inside ``model.gathered(write=True)``, and
-those of a module inside its own forward: ``nn.Embedding(max_norm=...)`` and modules of the program's own with a number
-called ``max_norm`` scale rows, OFT with ``coft=True`` and CPT bound what they have, and layers with a merged adapter
-that is disabled take it out first. Elements that such a write changed have no residual any more, others keep theirs.
+"""Writes to gathered weights become the masters exactly.
+
+Those of a program inside ``model.gathered(write=True)``, and those of a module inside its own forward:
+``nn.Embedding(max_norm=...)`` and modules of the program's own with a number called ``max_norm`` scale rows, OFT with
+``coft=True`` and CPT bound what they have, and layers with a merged adapter that is disabled take it out first. Elements
+that such a write changed have no residual any more, others keep theirs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import PlanMismatch, parse_bytes, warn
+from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import store_bytes
@@ -239,7 +239,15 @@ def decide(
     if isinstance(config.placement, Plan):
         _check_plan(config.placement, own, config, device, ranks)
     trace = _trace_to_place(structure, own, config, ranks)
-    chosen = first_that_fits(_Chooser(config, device, ranks).choose, trace, overlap=config.overlap)
+    try:
+        chosen = first_that_fits(_Chooser(config, device, ranks).choose, trace, overlap=config.overlap)
+    except BudgetExceeded as e:
+        if structure.model.training or not any(param.requires_grad for param, _ in structure.params):
+            raise
+        raise BudgetExceeded(
+            f"{e}. If it is only evaluated, freeze it before it is wrapped (model.requires_grad_(False)): then it "
+            f"needs {COMPUTE_DTYPES[config.precision].itemsize} bytes per param"
+        ) from e
     _warn_of_no_compact(config, chosen.problem)
     # With "auto" the size of the tiles is that of the trace which was chosen.
     tile_tokens = chosen.trace.tile_tokens if config.tile_tokens in (None, "auto") else config.tile_tokens
