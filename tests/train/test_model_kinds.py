@@ -394,7 +394,8 @@ def test_as_the_same_program_on_plain_params(where: str, tmp_path: Path) -> None
 def test_a_checkpoint_that_is_being_written_is_of_its_moment(where: str, tmp_path: Path) -> None:
     model = wrap(RENORMALIZED["embedding"](), where, tmp_path, slack=2**16)
     optimizer = adam(model)
-    before = {name: model.full_param(name, torch.float32) for handle in world_of(model).handles for name in handle.names}
+    names = [name for handle in world_of(model).handles for name in handle.names]
+    before = {name: model.full_param(name, torch.float32) for name in names}
     pending = gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, wait=False)
     loss_of(model, 0)
     pending.wait()

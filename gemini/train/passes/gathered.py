@@ -2,8 +2,8 @@
 
 Those of a program inside ``model.gathered(write=True)``, and those of a module inside its own forward:
 ``nn.Embedding(max_norm=...)`` and modules of the program's own with a number called ``max_norm`` scale rows, OFT with
-``coft=True`` and CPT bound what they have, and layers with a merged adapter that is disabled take it out first. Elements
-that such a write changed have no residual any more, others keep theirs.
+``coft=True`` and CPT bound what they have, and layers with a merged adapter that is disabled take it out first.
+Elements that such a write changed have no residual any more, others keep theirs.
 """
 
 from __future__ import annotations
