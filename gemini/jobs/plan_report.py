@@ -260,6 +260,8 @@ def _fastest(report: Report) -> Iterator[str]:
         return
     of_all = f"the quickest of {best['candidates']} ways that fit" if report["step"] else "the largest that fits"
     yield fact("chosen", f"{best['options']} ({of_all}, {best['played']} planned)")
+    if best["hours_per_million"]:
+        yield fact("", f"{best['hours_per_million']:.3g} hours for a million tokens")
     for number, other in enumerate(best["runners_up"]):
         words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['loss']:.1%} less"
         yield fact("" if number else "next to it", words)
@@ -267,6 +269,8 @@ def _fastest(report: Report) -> Iterator[str]:
     lines = textwrap.wrap(best["command"], 60, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
         yield fact("" if number else "run it with", f"{line}{'' if line is lines[-1] else ' ' + chr(92)}")
+    for number, line in enumerate(best["python"]):
+        yield fact("" if number else "or in Python", line)
 
 
 def _homes(report: Report) -> Iterator[str]:

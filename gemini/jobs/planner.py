@@ -25,11 +25,13 @@ from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings, TraceSettings, spelled
 from gemini.jobs.trace import params_of, seq_len_of, take_trace
 from gemini.planning import document
+from gemini.planning.deepening import DEEP, SHALLOW, are_alike, deepened
 from gemini.planning.fastest import least_seconds, resized, step_seconds
 from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
+from gemini.planning.rules import RULES
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
@@ -219,10 +221,12 @@ class Way:
 
 
 class Traces:
-    """What was traced and read for one answer. ``of_two``: steps of many sequences are made of those of few."""
+    """What was traced and read for one answer. ``of_two``: steps of many sequences are made of those of few, and steps
+    of many layers, where these are alike.
+    """
 
     def __init__(self, *, of_two: bool = False) -> None:
-        self._take = cache(take_trace)
+        self._take, self._num_alike = cache(take_trace), cache(_num_alike)
         self.take = cache(self._resized) if of_two else self._take
         self.read = cache(_read_trace)
 
@@ -233,7 +237,25 @@ class Traces:
                 one, two = (self.take(replace(settings, batch_size=few * number)) for number in (1, 2))
                 return resized(one, two, size // few)  # type: ignore[no-any-return]
             few *= 2
+        num_layers = self._num_alike(settings.config or "", settings.layers)
+        if num_layers > SHALLOW + DEEP:
+            # What moments keep does not grow evenly from layer to layer, or there is no such model of few.
+            with suppress(ValueError, JobError, GeminiError):
+                three, five = (self._take(replace(settings, layers=number)) for number in (SHALLOW, DEEP))
+                return deepened(three, five, num_layers)
         return self._take(settings)
+
+
+def _num_alike(name: str, layers: int | None) -> int:
+    """The layers of a model in which all but the first and the last are alike, else 0."""
+    from gemini.jobs.models import find_config
+
+    config = find_config(name, layers).config
+    count = getattr(config, "num_hidden_layers", None) or 0
+    kinds = [value for value in config.to_dict().values() if isinstance(value, list) and len(value) == count]
+    if any(kind.count(kind[0]) < count for kind in kinds):  # one for each layer
+        return 0
+    return count if are_alike(params_of(name, layers, "bf16").params) else 0
 
 
 def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTrace:
@@ -350,7 +372,9 @@ def chosen(found: list[Found], candidates: int, report: dict[str, Any]) -> dict[
             }
             for other in (others[:RUNNERS_UP] if step else ())
         ],
+        "hours_per_million": step and 1e6 / step["tokens_per_second"] / 3600,
         "command": sft_command(best.way, best.plan),
+        "python": python_lines(best.way, best.plan),
     }
 
 
@@ -382,6 +406,29 @@ def sft_command(way: Way, plan: Plan) -> str:
     }
     start = f"torchrun --nproc-per-node {ranks} -m gemini" if ranks > 1 else "gemini"
     return f"{start} sft {as_options(said)}"
+
+
+def python_lines(way: Way, plan: Plan) -> list[str]:
+    """The lines of a program that manage ``model`` by the plan, which ``--out`` writes."""
+    settings = way.settings
+    memory = {tier.value: getattr(settings, tier.value) for tier in way.machine.budgets if not tier.in_files}
+    for tier in [tier for tier in way.machine.budgets if tier.in_files and plan.bytes_per_tier.get(tier)]:
+        memory |= {tier.value: f"{way.machine.budgets[tier] >> 30}GiB", f"{tier.value}_path": "FOLDER"}
+    budgets = ", ".join(f"{name}={size!r}" for name, size in memory.items() if size is not None)
+    said = {
+        "precision": plan.problem.precision,
+        "gradients": plan.problem.gradients,
+        "states": None if settings.states == "exact" else settings.states,
+        "device": settings.compute if settings.compute == "cpu" else None,
+    }
+    options = [f"memory=gemini.MemoryBudget({budgets})"] if budgets else []
+    options += [f"{name}={value!r}" for name, value in said.items() if value is not None]
+    if settings.optimizer != "adamw":
+        entry = RULES[settings.optimizer]
+        options.append(f"optimizer={entry.module}.{entry.rule}()")
+    options.append(f"placement=gemini.Plan.from_json(open({str(settings.out or 'PLAN')!r}).read())")
+    checkpointing = ["model.gradient_checkpointing_enable()"] if plan.trace.checkpointing else []
+    return [*checkpointing, f"model = gemini.GeminiDDP(model, gemini.GeminiConfig({', '.join(options)}))"]
 
 
 def as_options(said: dict[str, Any]) -> str:

@@ -122,7 +122,7 @@ def least_seconds(
 
 # ---- more sequences --------------------------------------------------------------------------------------------------
 
-_NUMBERS = [f.name for f in fields(Moment) if f.type == "int"]
+NUMBERS = [f.name for f in fields(Moment) if f.type == "int"]
 
 
 def resized(one: Any, two: Any, number: int) -> Any:
@@ -148,7 +148,7 @@ def resized(one: Any, two: Any, number: int) -> Any:
         if isinstance(one, Moment):
             # A sum over vocabulary and tokens, in parts of so many elements, takes fewer operations in larger tiles.
             own["num_ops"] = max(own["num_ops"], two.num_ops)
-            if any(own[name] < 0 for name in _NUMBERS):
+            if any(own[name] < 0 for name in NUMBERS):
                 raise ValueError(f"{one.module} has other work with more sequences")
         return replace(one, **own)  # type: ignore[type-var]
     if isinstance(one, dict) and one.keys() == two.keys():

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
 from traces import decoder_trace
+from transformers import AutoConfig
 
 import gemini
 from gemini.errors import BudgetExceeded, parse_bytes
@@ -22,12 +24,21 @@ from gemini.jobs import planner
 from gemini.jobs.planner import Traces, Way, choose
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.train_options import Parser, options_of, precision_of
+from gemini.planning.deepening import DEEP, SHALLOW, deepened
 from gemini.planning.fastest import resized
 from gemini.planning.hardware import load_hardware
 from gemini.planning.trace import MemoryTrace
 from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 CLOSE = 1.03
+MORE: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "bert": {"intermediate_size": 48},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "mixtral": {"num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 2},
+    "qwen3_moe": {"num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+}
+KINDS = ("llama", "mixtral", "gpt2", "bert", "qwen3_moe", "olmo2", "opt")
 SPEEDS = ("gpu_flops_bf16", "h2d", "d2h", "dram_bandwidth", "nvme_read", "nvme_write", "nvme_write_sustained")
 
 
@@ -195,6 +206,48 @@ def test_a_trace_in_tiles_is_made_of_two_with_as_many(tmp_path: Path, monkeypatc
             assert mine.num_ops >= real.num_ops
 
 
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [
+        ("llama", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(KINDS, (False, True))
+            if case != ("llama", True)
+        ),
+    ],
+)
+def test_a_trace_of_many_layers_is_made_of_two(
+    kind: str, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the step as it is and in tiles, to the last byte; two traces are taken, whatever the number of layers."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 9, "num_attention_heads": 2, "vocab_size": 64}
+    config = AutoConfig.for_model(kind, **shape, **MORE.get(kind, {"num_key_value_heads": 2, "intermediate_size": 48}))
+    config.save_pretrained(tmp_path)
+    taken: list[int | None] = []
+    take = planner.take_trace
+    monkeypatch.setattr(planner, "take_trace", lambda own: (taken.append(own.layers), take(own))[1])
+    settings = TraceSettings(
+        config=str(tmp_path), batch_size=2, seq_len=512, gradient_checkpointing=checkpointing, tile_tokens="auto"
+    )
+    made = Traces(of_two=True).take(settings)
+    assert taken == [SHALLOW, DEEP] and made.tiled is not None
+    assert made == take(settings)
+
+
+def test_layers_of_two_kinds_are_traced_one_by_one(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 5
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 10, "vocab_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    AutoConfig.for_model("gemma2", layer_types=kinds, **shape, **heads).save_pretrained(tmp_path)
+    settings = [TraceSettings(config=str(tmp_path), seq_len=16, layers=layers) for layers in (SHALLOW, DEEP, None)]
+    traces = Traces(of_two=True)
+    three, five, ten = map(traces.take, settings)
+    assert ten == Traces().take(settings[2])
+    with pytest.raises(ValueError, match="not there|evenly|other"):
+        deepened(three, replace(five, moments=five.moments[:-40]), 10)
+
+
 FASTEST = ("--machine", "rtx4090", "--seq-len", 64, "--fastest", "--tokens-per-step", 512)
 
 
@@ -229,7 +282,7 @@ def test_the_answer_says_what_else_there_is_and_what_runs_it(gemini_command: Com
 def test_what_runs_it_is_read(
     more: tuple[Any, ...], gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the command's own parser; it is of the step that was chosen."""
+    """The command by the command's own parser, the lines by Python: both are of the step that was chosen."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FOLDER").mkdir()
     config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
@@ -243,9 +296,19 @@ def test_what_runs_it_is_read(
     assert options.args.gradient_checkpointing is bool(said["checkpointing"])
     assert precision_of(options.args) == said["precision"] and options.model.lora_r == (8 if "--lora" in more else 16)
     assert (options.ours.nvme_path is not None) == bool(sum(said["held"].get("nvme", {}).values()))
-    config = options.config
-    assert config.gradients == said["gradients"] and isinstance(config.placement, gemini.Plan)
-    assert config.rule_spec.name == said["optimizer"] and config.states == options.ours.states
+    seen: list[Any] = []
+    model = SimpleNamespace(gradient_checkpointing_enable=lambda: seen.append("checkpointing"))
+    face = SimpleNamespace(
+        **{name: getattr(gemini, name) for name in ("GeminiConfig", "MemoryBudget", "Plan")},
+        GeminiDDP=lambda model, config: seen.append(config),
+        optim=gemini.optim,
+    )
+    exec("\n".join(said["fastest"]["python"]), {"gemini": face, "model": model})
+    *checkpointing, written = seen
+    assert bool(checkpointing) is bool(said["checkpointing"]) and written.precision == said["precision"]
+    for config in (options.config, written):
+        assert config.gradients == said["gradients"] and isinstance(config.placement, gemini.Plan)
+        assert config.rule_spec.name == said["optimizer"] and config.states == options.ours.states
 
 
 def test_what_it_does_not_choose_for(gemini_command: Command, tmp_path: Path) -> None:

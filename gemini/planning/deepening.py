@@ -1,0 +1,165 @@
+"""A step as it would be with more layers, from traces of three and of five of them.
+
+All bytes and all work of a moment are a part that is there once and a part that comes again with every layer, where
+layers are alike. ``gemini plan --fastest`` looks at so many steps that tracing each whole would take minutes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TypeVar
+
+from gemini.planning.fastest import NUMBERS
+from gemini.planning.trace import MemoryTrace, Moment, TracedParam
+
+SHALLOW, DEEP = 3, 5
+"""Layers of the traces that :func:`deepened` reads: a first one, a last one, and one or three between them."""
+
+_LAYER = re.compile(r"((?:[^\W\d]\w*\.)*)(\d+)(?=\.|$)")
+"""The path of a module or param up to its layer: the names before, and the first number."""
+
+
+def _layer_of(name: str) -> int | None:
+    found = _LAYER.match(name)
+    return None if found is None else int(found[2])
+
+
+def _shifted(name: str, by: int) -> str:
+    """The same of the layer ``by`` further on, if it is of one."""
+    return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + by}", name, count=1) if _LAYER.match(name) else name
+
+
+def _renamed(param: TracedParam, by: int) -> TracedParam:
+    return replace(param, names=tuple(_shifted(name, by) for name in param.names))
+
+
+def are_alike(params: Sequence[TracedParam]) -> bool:
+    """Whether there is one row of layers, and all but the first and the last have the same params."""
+    rows = {found[1] for param in params if (found := _LAYER.match(param.name))}
+    runs = [(layer, [*own]) for layer, own in groupby(params, key=lambda param: _layer_of(param.name))]
+    layers = [(layer, own) for layer, own in runs if layer is not None]
+    between = [[_renamed(param, 1 - layer) for param in own] for layer, own in layers[1:-1]]
+    return (
+        len(rows) == 1 and len({layer for layer, _ in layers}) == len(layers) and between == between[:1] * len(between)
+    )
+
+
+def deepened(three: MemoryTrace, five: MemoryTrace, num_layers: int) -> MemoryTrace:
+    """The step of a model of ``num_layers`` layers, from the steps of three and of five of them. That further layers
+    are like these is for the caller to know (:func:`are_alike`).
+
+    Raises:
+        ValueError: if a step is no walk through the layers and back, or differs in more than numbers, or not by as much
+            from layer to layer.
+    """
+    more, tiled = num_layers - DEEP, None
+    if three.tiled is not None and five.tiled is not None:
+        tiled = deepened(three.tiled, five.tiled, num_layers)
+    params = _deep(five.params, lambda param: _layer_of(param.name), _renamed, more)
+    index = {param.name: number for number, param in enumerate(params)}
+
+    def moved(numbers: tuple[int, ...], by: int) -> tuple[int, ...]:
+        names = [_shifted(five.params[number].name, by) for number in numbers]
+        if any(name not in index for name in names):
+            raise ValueError("a moment reads params of a layer that is not there")
+        return tuple(index[name] for name in names)
+
+    def layer_read(numbers: tuple[int, ...]) -> int | None:
+        return max(
+            (layer for number in numbers if (layer := _layer_of(five.params[number].name)) is not None), default=None
+        )
+
+    def moment(base: Moment, less: Moment, by: int, further: Sequence[Moment] = ()) -> Moment:
+        """``base``, as it is ``by`` layers further on; ``less`` is of the step of three, ``further`` one and two on."""
+        if any(
+            (m.phase, m.products, m.attention) != (base.phase, base.products, base.attention) for m in (less, *further)
+        ):
+            raise ValueError(f"{base.module} has other work in another layer")
+        numbers = {}
+        for name in NUMBERS:
+            own, before, *later = (getattr(m, name) for m in (base, less, *further))
+            slope = later[0] - own if later else 0
+            if (own - before) % (DEEP - SHALLOW) or (later and later[1] - later[0] != slope):
+                raise ValueError(f"{name} of {base.module} does not grow evenly with layers")
+            numbers[name] = own + (own - before) // (DEEP - SHALLOW) * more + slope * (by if later else 0)
+        where = {"module": _shifted(base.module, by), "params": moved(base.params, by)}
+        return replace(base, **where, gradients=moved(base.gradients, by), **numbers)  # type: ignore[arg-type]
+
+    shallow, deep = _walk(three, SHALLOW), _walk(five, DEEP)
+    moments: list[Moment] = []
+    for (way, layer), own in deep.items():
+        if layer in (2, 3):
+            continue
+        before = shallow.get((way, layer), [])
+        if layer == 1:
+            alike = [*zip(own, before, deep[way, 2], deep[way, 3], strict=True)]
+            between = range(more + 3)
+            for by in between if way == "there" else reversed(between):
+                moments += [moment(base, less, by, further) for base, less, *further in alike]
+            continue
+        for base, less in zip(own, before, strict=True):
+            # Outside of layers what is read of one is of the first or of the last.
+            is_last = layer == -1 or (layer is None and (layer_read((*base.params, *base.gradients)) or 0) > 1)
+            moments.append(moment(base, less, more if is_last else 0))
+    return replace(
+        five,
+        params=tuple(params),
+        moments=tuple(moments),
+        read_together=tuple(_deep(five.read_together, layer_read, moved, more)),
+        buffer_bytes=five.buffer_bytes + (five.buffer_bytes - three.buffer_bytes) // (DEEP - SHALLOW) * more,
+        tiled=tiled,
+    )
+
+
+T = TypeVar("T")
+
+
+def _deep(
+    of_five: Sequence[T], layer_of: Callable[[T], int | None], moved: Callable[[T, int], T], more: int
+) -> list[T]:
+    """What five layers have in their order, with so many more of the second."""
+    found: list[T] = []
+    for layer, group in groupby(of_five, key=layer_of):
+        own = [*group]
+        if layer == 1:
+            found += [moved(each, by) for by in range(more + 3) for each in own]
+        elif layer not in (2, 3):
+            found += [moved(each, more if layer == 4 else 0) for each in own]
+    return found
+
+
+def _walk(trace: MemoryTrace, num_layers: int) -> dict[tuple[str, int | None], list[Moment]]:
+    """The moments of a step by where they are: before the layers, from the begin of each to that of the next (the last
+    one is -1), between the way there and the way back, after. On the way back a layer may do what the one behind it
+    has left, so it begins where it is first seen.
+
+    Raises:
+        ValueError: if it goes another way.
+    """
+    last, layers = num_layers - 1, [_layer_of(moment.module) for moment in trace.moments]
+    if set(layers) != {None, *range(num_layers)}:
+        raise ValueError(f"a step of {num_layers} layers goes through {set(layers)}")
+    turn = layers.index(None, layers.index(last)) if None in layers[layers.index(last) :] else len(layers)
+    end = len(layers) - next(number for number, layer in enumerate(reversed(layers)) if layer is not None)
+    found: dict[tuple[str, int | None], list[Moment]] = {}
+    place: tuple[str, int | None] = ("before", None)
+    for number, (layer, moment) in enumerate(zip(layers, trace.moments, strict=True)):
+        at = place[1]
+        if number == turn:
+            place = ("between", None)
+        elif number == end:
+            place = ("after", None)
+        elif layer is not None and number < turn:
+            place = ("there", layer)
+        elif layer is not None and (at is None or layer < (at if at != -1 else last)):
+            place = ("back", layer)
+        place = (place[0], -1) if place[1] == last else place
+        found.setdefault(place, []).append(moment)
+    there = [*range(last), -1]
+    walk = [("there", layer) for layer in there] + [("between", None)] + [("back", layer) for layer in there[::-1]]
+    if [place for place in found if place[0] not in ("before", "after")] != walk:
+        raise ValueError(f"a step of {num_layers} layers goes through them in another order: {[*found]}")
+    return found
