@@ -76,15 +76,14 @@ class TensorFileWriter:
         self._remaining = offset
         with of_storage(f"could not write {path}"):
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close() or abandon()
-            self._put(memoryview(self._header), 0)
+        self._put(memoryview(self._header), 0)
 
     def write(self, name: str, start: int, piece: torch.Tensor) -> int:
         """Write elements ``[start, ...)`` of a tensor; returns the CRC-32 of the piece."""
         view = bytes_of(piece)
         # Of memory, not of what the disk has: what it did to the bytes shows when they are read.
         checksum = zlib.crc32(view)
-        with of_storage(f"could not write {self.path}"):
-            self._put(view, len(self._header) + self._offsets[name] + start * piece.element_size())
+        self._put(view, len(self._header) + self._offsets[name] + start * piece.element_size())
         self._remaining -= len(view)
         return checksum
 
@@ -102,10 +101,11 @@ class TensorFileWriter:
         self._file.close()
 
     def _put(self, view: memoryview, position: int) -> None:
-        while view:
-            # The system may write less than it is asked to.
-            done = os.pwrite(self._file.fileno(), view, position)
-            view, position = view[done:], position + done
+        with of_storage(f"could not write {self.path}"):
+            while view:
+                # The system may write less than it is asked to.
+                done = os.pwrite(self._file.fileno(), view, position)
+                view, position = view[done:], position + done
 
 
 class TensorFile:

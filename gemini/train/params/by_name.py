@@ -380,7 +380,7 @@ def _joined(weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 def _own_part(handle: ParamHandle, value: torch.Tensor, block: int = 1) -> torch.Tensor:
     """Cut out what this rank keeps of a param's full values (one for each ``block`` elements), flat."""
     part = handle.part
-    return value.detach().reshape(-1)[part.offset // block : -(-(part.offset + part.numel) // block)]
+    return value.detach().reshape(-1)[part.offset // block : -(-(part.offset + part.stop - part.start) // block)]
 
 
 def read_range(mover: Mover, plane: Plane, handle: ParamHandle, out: torch.Tensor | None = None) -> torch.Tensor:
