@@ -233,6 +233,32 @@ def test_gathered_write_needs_no_more(where: str, tmp_path: Path) -> None:
         assert torch.is_grad_enabled()
 
 
+def test_a_gathered_param_is_an_ordinary_one_whatever_is_copied_into_it(where: str, tmp_path: Path) -> None:
+    """A param of another model, or a state: it is seen inside, undone by an error, and refused where nobody writes."""
+    model, teacher = (wrap(Blocks(), where, tmp_path, slack=2**17) for _ in range(2))
+    optimizer, weight = adam(model), model.get_parameter(NAME)
+    train(model, optimizer, [0], squares)
+    for source in (teacher.get_parameter(NAME), optimizer.state[weight]["exp_avg"]):
+        before = model.full_param(NAME)
+        with pytest.raises(KeyError), model.gathered([weight], write=True):
+            weight.copy_(source)
+            assert same_bits(weight.cpu(), source.cpu().bfloat16())
+            raise KeyError
+        with pytest.raises(gemini.ParamAccessError, match="write=True"), torch.no_grad(), model.gathered([weight]):
+            weight.copy_(source)
+        assert same_bits(model.full_param(NAME), before)
+
+
+def test_lists_of_a_class_of_ones_own(where: str, tmp_path: Path) -> None:
+    class Own(list[Any]):
+        pass
+
+    model = wrap(Blocks(), where, tmp_path, slack=2**17)
+    weight = model.get_parameter(NAME)
+    with torch.no_grad():
+        assert same_bits(torch.stack(Own([weight, weight]))[1].cpu(), model.full_param(NAME))
+
+
 def test_a_graph_from_before_a_write_is_refused(where: str, tmp_path: Path) -> None:
     model = wrap(Blocks(), where, tmp_path, slack=2**17)
     loss = squares(model, 0)

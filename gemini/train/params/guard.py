@@ -401,8 +401,11 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
         for target, value in zip(args[0], args[1], strict=True):
             target.copy_(value)
         return True
-    handle = getattr(args[0], "_gemini", None) if func is torch.Tensor.copy_ and len(args) > 1 else None
-    # A part of a param has no plane of its own: it is written through a copy of the whole.
+    # Into one at rest: a param that is an ordinary one now (inside gathered(), say) is written to as such.
+    if func is not torch.Tensor.copy_ or len(args) < 2 or not isinstance(args[0], (ManagedParameter, ReadLater)):
+        return False
+    handle: ParamHandle | None = args[0]._gemini  # type: ignore[union-attr]
+    # A part of a param has no plane of its own: it is written through a copy of the whole. So is a state.
     if handle is None or (isinstance(args[0], ReadLater) and args[0]._shown.view is not None):
         return False
     value = args[1].detach()
@@ -520,7 +523,15 @@ def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def substituted(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), tree)
+    def replaced(leaf: Any) -> Any:
+        # A class of somebody's own for lists is a leaf to pytree, and torch takes it for a list.
+        return (
+            copies.get(id(leaf), leaf)
+            if isinstance(leaf, torch.Tensor)
+            else [substituted(each, copies) for each in leaf]
+        )
+
+    return tree_map_only((torch.Tensor, list), replaced, tree)
 
 
 def _getters() -> set[Any]:
