@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 
 import gemini
 from gemini.train.checkpoint import format as checkpoint_format
+from gemini.train.checkpoint.states import rng_states
 from tests.scaling import backward, make_step
 from tests.train.helpers import adam, assert_same_snapshot, same_bits, snapshot, wrap
 from tests.world import world_of
@@ -142,6 +143,12 @@ KINDS: dict[str, Any] = {
     "other sequence": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], [2]
     ),
+    "a sequence with a larger state": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 9)], [2]
+    ),
+    "a longer sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.ConstantLR(o)], [2, 4]
+    ),
 }
 
 
@@ -175,6 +182,7 @@ class Own(lr_scheduler.LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self.optimizer.param_groups[0]["lr"] = state_dict["last_epoch"] / 100
         if state_dict["last_epoch"] == 7:
             raise RuntimeError("not on a Sunday")
 
@@ -195,6 +203,16 @@ def test_schedulers_of_users(tmp_path: Path) -> None:
     del manifest["scheduler"]["late"]  # what it has not now
     rewrite(tmp_path / "ckpt", manifest)
     assert_refused(run, tmp_path / "ckpt", "not on a Sunday", gemini.PlanMismatch)
+
+
+def test_generators_of_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Noticed before the weights are written, as everything else."""
+    run = Tiny(tmp_path)
+    other = {**rng_states(), "torch": torch.zeros(9, dtype=torch.uint8)}
+    monkeypatch.setattr("gemini.train.checkpoint.saving.rng_states", lambda: other)
+    run.save(tmp_path / "ckpt")
+    run.train()
+    assert_refused(run, tmp_path / "ckpt", "states of random generators that do not fit", gemini.PlanMismatch)
 
 
 # ---- what cannot be written to ---------------------------------------------------------------------------------------

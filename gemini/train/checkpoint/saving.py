@@ -227,7 +227,7 @@ def _load(
             rest.load_own(ranks, writing)
             ranks.step(lambda: reader.read(engine.write_observers), lambda _: None)
             engine.stepping.restored()
-            rest.put_back(engine.ranks.everyone.rank)
+            rest.put_back()
         except BaseException as e:
             # Until then nothing has been overwritten, and the model goes on as it was.
             if reader.started:

@@ -100,6 +100,20 @@ def set_rng_states(states: dict[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
 
 
+def _try_rng_states(path: Path, states: dict[str, Any]) -> None:
+    """Set random states for a moment: generators of other versions may not take them."""
+    before = rng_states(of_gpus="cuda" in states)
+    try:
+        set_rng_states(states)
+    except Exception as e:
+        raise PlanMismatch(
+            f"{path} has states of random generators that do not fit those of here ({e}): load it with the versions of "
+            "torch and numpy that wrote it"
+        ) from e
+    finally:
+        set_rng_states(before)
+
+
 def scheduler_kind(scheduler: Any) -> str | None:
     """A name that tells schedulers apart whose states look alike; None without one."""
     return None if scheduler is None else type(scheduler).__qualname__
@@ -214,14 +228,18 @@ class Rest:
         if manifest.version < ALL_OF_MODEL:
             self._model_state = _with_unsaid(path, model, here, self._model_state)
         self._rng, self.extra = decode(manifest.rng, values), decode(manifest.extra, values)
+        # More ranks than wrote it: the others keep their own generators.
+        self._rng = self._rng[engine.ranks.everyone.rank :][:1]
+        for states in self._rng:
+            _try_rng_states(path, states)
         self._state = decode(manifest.scheduler, values)
         if (scheduler is None) != (self._state is None):
             had = "with" if scheduler is None else "without"
             raise PlanMismatch(f"{path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
         kind = manifest.scheduler_kind
         why = f"it was a {kind}" if kind not in (None, scheduler_kind(scheduler)) else ""
-        if not why and scheduler is not None and (missing := _missing(scheduler, self._state)):
-            why = f"its state has no {missing!r}"
+        if not why and scheduler is not None and (name := _differing(scheduler, self._state)):
+            why = f"their states differ in {name!r}"
         if why:
             raise self._other_scheduler(why)
 
@@ -238,7 +256,7 @@ class Rest:
         Raises:
             PlanMismatch: naming what they do not take. They are as they were.
         """
-        with undone_on_error(self._model, self._by_names), _taken_back_on_error(self._scheduler):
+        with undone_on_error(self._model, self._by_names), _taken_back_on_error(self._scheduler, self._optimizer):
             ranks.step(self._load_own, lambda _: None)
             writing.enter_context(WHOLE)
 
@@ -275,8 +293,8 @@ class Rest:
     def _beside_params(self) -> dict[str, Any]:
         return {**self._scales, **beside_params(self._model, self._by_names)}
 
-    def put_back(self, rank: int) -> None:
-        """Masters and states are there: the rest, with the random states of a rank if they were saved."""
+    def put_back(self) -> None:
+        """Masters and states are there: the rest, with the random states of this rank if they were saved."""
         for handle in self._handles:
             handle.num_steps = handle.restored = self._manifest.params[handle.whole_name].step
             handle.waiting = None
@@ -300,9 +318,8 @@ class Rest:
                     value.zero_()
                 else:
                     value.copy_(saved_factors[name])
-        # More ranks than wrote it: the others keep their own generators.
-        if rank < len(self._rng):
-            set_rng_states(self._rng[rank])
+        for states in self._rng:
+            set_rng_states(states)
 
 
 def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision: str, rule: RuleSpec) -> None:
@@ -393,24 +410,33 @@ def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
 
 
-def _missing(scheduler: Any, saved: Any) -> str | None:
-    """The first name that the state of a scheduler has, or of one within it, and the saved state has not."""
+def _differing(scheduler: Any, saved: Any, *, is_inner: bool = False) -> str | None:
+    """The first name that the state of a scheduler has and the saved state has not. Of those within it, whose classes
+    nothing tells, names count that only the saved state has, too.
+    """
     here = scheduler.state_dict()
     if not (isinstance(here, dict) and isinstance(saved, dict)):
         return None
-    inner = zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
-    missing = [*map(str, here.keys() - saved.keys()), *(name for one in inner if (name := _missing(*one)))]
-    return min(missing, default=None)
+    names = set(map(str, here.keys() ^ saved.keys() if is_inner else here.keys() - saved.keys()))
+    inner, states = getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())
+    if len(inner) != len(states):
+        names.add("_schedulers")
+    pairs = zip(inner, states, strict=False)
+    names |= {name for one, state in pairs if (name := _differing(one, state, is_inner=True))}
+    return min(names, default=None)
 
 
 @contextlib.contextmanager
-def _taken_back_on_error(scheduler: Any) -> Iterator[None]:
-    """Give a scheduler, if there is one, the state that it has now if there is an error."""
+def _taken_back_on_error(scheduler: Any, optimizer: HybridOptimizer) -> Iterator[None]:
+    """Give a scheduler, if there is one, the state that it has now if there is an error, and groups what they have."""
     before = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+    of_groups = [(group, dict(group)) for group in optimizer.param_groups]  # a scheduler may set learning rates
     try:
         yield
     except BaseException:
         if scheduler is not None:
             with contextlib.suppress(Exception):  # one that does not take what it gave cannot be helped
                 scheduler.load_state_dict(before)
+        for group, was in of_groups:
+            group.update(was)
         raise
