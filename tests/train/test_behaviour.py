@@ -277,11 +277,11 @@ def test_add_param_group_and_flipped_requires_grad(where: str, tmp_path: Path) -
 
 
 def test_what_is_trained_later_leaves_room_for_the_staging_of_a_drive(tmp_path: Path) -> None:
-    def run(cpu: int) -> dict[str, torch.Tensor]:
+    def run(cpu: int, nvme: str = "8MiB") -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
         net[:4].requires_grad_(False)
-        memory = gemini.MemoryBudget(cpu=cpu, nvme="8MiB", nvme_path=str(tmp_path))
+        memory = gemini.MemoryBudget(cpu=cpu, nvme=nvme, nvme_path=str(tmp_path))
         model = gemini.GeminiDDP(net, gemini.GeminiConfig(precision="fp32", memory=memory, device="cpu"))
         optimizer = gemini.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         for step in range(3):
@@ -299,3 +299,5 @@ def test_what_is_trained_later_leaves_room_for_the_staging_of_a_drive(tmp_path: 
             assert all(map(same_bits, run(cpu).values(), expected.values())), cpu
         except gemini.BudgetExceeded as e:
             assert "became trained" in str(e) or "raise the cpu budget" in str(e), (cpu, e)
+    # On a drive without room nothing is staged: what fits in memory (four chunks of 72 KiB more) is trained there.
+    assert all(map(same_bits, run((480 + 4 * 72) * 2**10, nvme="64KiB").values(), expected.values()))

@@ -211,20 +211,20 @@ class TrainedParams:
         if rule.in_memory:
             # This rule updates whole planes in memory, and stages nothing from a drive.
             below = [tier for tier in below if not tier.in_files]
-        # What goes to a drive is staged: as long as there is room for that, it is taken first.
+        # What goes to a drive is staged. As long as nothing is, what stays leaves room for that, if it can.
         staging, make_room = store.mover.staging, store.ledger.make_room
-        if not staging.is_reserved and any(tier.in_files for tier in below):
-            if make_room(Tier.CPU, staging.num_bytes):
-                staging.reserve()
-            else:
-                below = [tier for tier in below if not tier.in_files]
-        tier = next((tier for tier in below if make_room(tier, num_bytes)), None)
+        aside = staging.num_bytes if not staging.is_reserved and any(tier.in_files for tier in below) else 0
+        rooms = [(t, aside + (0 if t.in_files else num_bytes)) for t in below]
+        rooms += [(t, num_bytes) for t in below if not t.in_files]
+        tier = next((t for t, in_memory in rooms if make_room(Tier.CPU, in_memory) and make_room(t, num_bytes)), None)
         if tier is None:
             raise BudgetExceeded(
                 f"{chunk.name} became trained after wrapping and needs {human_bytes(num_bytes)} for gradients and "
                 "optimizer states, which no tier has (a drive only beside room for staging on the cpu): set "
                 "requires_grad before wrapping, or raise a budget"
             )
+        if tier.in_files:
+            staging.reserve()
         # Reserved before it is allocated, each; what fails in between is given back by `reserving`.
         planes = {}
         for kind, spec in missing.items():
