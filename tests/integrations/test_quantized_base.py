@@ -267,8 +267,10 @@ def test_the_page_runs_as_printed(base: Path, tmp_path: Path, monkeypatch: pytes
 def test_eight_bits_are_refused(base: Path) -> None:
     config = transformers.BitsAndBytesConfig(load_in_8bit=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu")
-    with pytest.raises(TypeError, match="is torch.int8.*load_in_4bit=True"):
-        gemini.GeminiDDP(model)
+    # A layer that is not quantized yet has ordinary numbers, and computes in a way of its own.
+    for refused in (model, bitsandbytes.nn.Linear8bitLt(8, 8, has_fp16_weights=False)):
+        with pytest.raises(TypeError, match="is a Int8Params.*load_in_4bit=True"):
+            gemini.GeminiDDP(refused)
 
 
 def test_dora_is_refused(base: Path) -> None:

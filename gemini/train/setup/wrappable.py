@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemini.train.modules.codes import WHAT_WORKS, is_coded
+from gemini.train.modules.codes import WHAT_WORKS, is_coded, is_of_library
 from gemini.train.modules.reading import Structure, own_buffers
 from gemini.train.params.handle import handles_of
 
@@ -83,7 +83,8 @@ def _check_param(name: str, param: torch.Tensor) -> None:
         raise ValueError(
             f"param {name!r} is not initialized yet (a lazy module): run one batch through the model before wrapping it"
         )
-    if is_traceable_wrapper_subclass(param) or not (is_coded(param) or _is_ordinary(type(param))):
+    is_own = is_traceable_wrapper_subclass(param) or is_of_library(type(param), "Int8Params")
+    if is_own or not (is_coded(param) or _is_ordinary(type(param))):
         raise TypeError(
             f"param {name!r} is a {type(param).__name__}, a tensor with a behaviour of its own, which it would lose: "
             "GeminiDDP manages ordinary params (nn.Parameter) and divides them. Turn it into one (dequantize it, "
