@@ -79,6 +79,11 @@ class GeminiDDP(nn.Module):
         if cls is not GeminiDDP:
             # type(model)(...) and type(model).from_pretrained(...) mean a new, ordinary model of the original class.
             return cls._gemini_original(*args, **kwargs)
+        if unknown := kwargs.keys() - {"model", "config", "process_group", "mesh"}:
+            raise TypeError(
+                f"GeminiDDP() got an unexpected keyword argument {', '.join(map(repr, sorted(unknown)))}: settings are "
+                "fields of the config, GeminiDDP(model, gemini.GeminiConfig(...))"
+            )
         # It returns `model` itself, whose class is managed by then, so Python calls `__init__` on it: which does
         # nothing.
         return _wrap(*args, **kwargs)

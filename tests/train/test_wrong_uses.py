@@ -580,7 +580,8 @@ TINY = {
 def test_arguments_that_are_not_there() -> None:
     model, of_config = nn.Linear(2, 2), r"takes a config object.*AutoConfig\.from_pretrained"
     refuse([
-        (lambda: GeminiDDP(model, precision="fp32"), TypeError, "unexpected keyword argument 'precision'"),
+        (lambda: GeminiDDP(model, precision="fp32"), TypeError,
+         "unexpected keyword argument 'precision'.*GeminiConfig"),
         (lambda: gemini.from_config(LlamaConfig(**TINY), gradients="retain"), TypeError,
          "unexpected keyword argument 'gradients'"),
         (lambda: gemini.from_config("config.json"), TypeError, of_config),
