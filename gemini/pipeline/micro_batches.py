@@ -230,7 +230,7 @@ def _course_of(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> 
 
 def _kind(part: Mapping[str, Any]) -> Any:
     """What micro-batches that take the same way are thought to have in common. Sizes and numbers change too often:
-    where they lead another way, stages see it (:mod:`gemini.pipeline.elsewhere`).
+    where they lead another way, stages see it (:mod:`gemini.pipeline.stages`).
     """
 
     def of(value: Any) -> Any:

@@ -392,7 +392,7 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
         )
     is_single = schedule in _ONE_STAGE
     if size > 1 and stages is not None and is_single != (stages == 1):
-        how_many = "one stage" if is_single else "several stages"
+        how_many = "one stage" if is_single else f"several stages (those of {' and '.join(_ONE_STAGE)} have one)"
         raise ValueError(f"schedule={schedule!r} has {how_many} on each rank, got stages={stages}")
     if size > 1 and schedule == "1f1b" and micro_batches < size:
         raise ValueError(

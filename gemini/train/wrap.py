@@ -109,7 +109,8 @@ def manage(
                 cuts=cuts,
                 of_stages=of_stages,
             )
-            model = engine.take_home(fill) or model
+            filled = engine.take_home(fill)
+            model = model if filled is None else filled
         tokens = engine.decision.tile_tokens
         if sliced is not None:
             changes.append(_to_call(sliced.take_away))
