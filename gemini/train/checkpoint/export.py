@@ -24,6 +24,7 @@ from torch import nn
 
 from gemini.errors import StorageError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane
+from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agree import Attempt, Point
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag
@@ -88,7 +89,7 @@ class Export:
         for name, whole in self._wholes(ranks) if ranks.is_cut and ranks.reads_parts else ():
             if takes and attempt.refusal is None:
                 with attempt:
-                    views[name] = self._file_backed(whole)
+                    views[name] = self._file_backed(whole.shape, whole.dtype).copy_(whole)
         if takes and attempt.refusal is None:
             with attempt:
                 if not ranks.is_cut:
@@ -176,20 +177,24 @@ class Export:
                 # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
                 buffer.owner = view  # type: ignore[attr-defined]
                 return torch.frombuffer(buffer, dtype=dtype).view(view.shape)
-        # One param in memory at once, then its pages are the file's.
-        return self._file_backed(self._by_names.read(handle, dtype))
+        if dtype != handle.chunk.flat.dtype:  # masters: one param in memory at once, then its pages are the file's
+            return self._file_backed(handle.param.shape, dtype).copy_(self._by_names.read(handle, dtype))
+        whole = self._file_backed(handle.param.shape, plane.dtype)
+        self._by_names.read_into(handle, WEIGHTS, whole.view(-1))
+        return whole if plane.dtype == dtype else self._file_backed(whole.shape, dtype).copy_(whole)
 
-    def _file_backed(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy over a nameless file beside the result, for weights that have to be received, read or cast first: the
-        system writes its pages out rather than run out of memory.
+    def _file_backed(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a nameless file beside the result, for weights that have to be received, read or cast first:
+        the system writes its pages out rather than run out of memory.
         """
-        if not value.nbytes:  # no file of no bytes can be mapped
-            return value
+        num_bytes = shape.numel() * dtype.itemsize
+        if not num_bytes:  # no file of no bytes can be mapped
+            return torch.empty(shape, dtype=dtype, device="cpu")
         with tempfile.TemporaryFile(dir=self._directory) as file:
-            os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a full disk says so here, and not by SIGBUS
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk says so here, and not by SIGBUS
             # The mapping keeps the nameless file when it is closed.
-            mapping = mmap.mmap(file.fileno(), value.nbytes)
-        return torch.frombuffer(mapping, dtype=value.dtype).view(value.shape).copy_(value)
+            mapping = mmap.mmap(file.fileno(), num_bytes)
+        return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
     def _in_our_words(self, error: BaseException) -> BaseException:
         """What a full or broken disk makes libraries say; another error (those of a hub have no number) as it is."""
