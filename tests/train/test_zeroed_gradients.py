@@ -363,6 +363,17 @@ def test_every_budget_has_the_right_bits_or_the_documented_error(cpu: int, nvme:
     assert refused == (0 if cpu >= 896 + 256 else 3)  # weights, states and gradients, and the sums
 
 
+def test_sums_that_do_not_all_fit_leave_room_for_the_staging_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gemini.planning.working.TILE", 4096)
+    model = managed(1108, 2**16, tmp_path)
+    for _ in range(2):
+        model(**batch()).loss.backward()
+    assert all(held.get("grad") for held in holders(model).values() if held)
+    world_of(model).check()
+
+
 @pytest.mark.parametrize("number", [0, 1, 3, 5])
 def test_a_failing_disk_loses_no_gradient(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of it: gradients in either form, and nothing is reserved for nothing."""

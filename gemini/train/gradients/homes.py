@@ -157,8 +157,10 @@ class GradientHomes:
         wide: list[Plane] = []
         with WHOLE:
             try:
-                # Before the sums, which may take the room of the staging that they need.
-                if any(chunk.planes[GRAD].tier is not here for chunk in narrow):
+                # Before the sums: those that stay here may take the room of the staging that the others need.
+                num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
+                is_away = any(chunk.planes[GRAD].tier is not here for chunk in narrow)
+                if is_away or num_bytes > self._manager.room.left_beside(self._working_set):
                     has_reserved = staging.reserve()
                 for chunk in narrow:
                     tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
