@@ -344,7 +344,7 @@ class GradientStore:
     def land_zeros(self, handles: list[ParamHandle]) -> None:
         """Give these params, which have no gradient, one of zeros."""
         for handle in handles:
-            zero = torch.zeros((), dtype=handle.chunk.planes[GRAD].dtype, device="cpu")
+            zero = torch.zeros((), dtype=handle.chunk.planes[GRAD].dtype, device=self._device.torch_device)
             self.add_part(handle, zero.expand(handle.part.numel))
 
     def _land_staged(
