@@ -413,7 +413,8 @@ def python_lines(way: Way, plan: Plan) -> list[str]:
     settings = way.settings
     memory = {tier.value: getattr(settings, tier.value) for tier in way.machine.budgets if not tier.in_files}
     for tier in [tier for tier in way.machine.budgets if tier.in_files and plan.bytes_per_tier.get(tier)]:
-        memory |= {tier.value: f"{way.machine.budgets[tier] >> 30}GiB", f"{tier.value}_path": "FOLDER"}
+        size = getattr(settings, tier.value) or f"{way.machine.budgets[tier] >> 20}MiB"
+        memory |= {tier.value: size, f"{tier.value}_path": "FOLDER"}
     budgets = ", ".join(f"{name}={size!r}" for name, size in memory.items() if size is not None)
     said = {
         "precision": plan.problem.precision,

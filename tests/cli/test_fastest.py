@@ -303,7 +303,9 @@ def test_what_runs_it_is_read(
         GeminiDDP=lambda model, config: seen.append(config),
         optim=gemini.optim,
     )
-    exec("\n".join(said["fastest"]["python"]), {"gemini": face, "model": model})
+    lines = "\n".join(said["fastest"]["python"])
+    assert ("nvme='1GB', nvme_path='FOLDER'" in lines) == (options.ours.nvme_path is not None)
+    exec(lines, {"gemini": face, "model": model})
     *checkpointing, written = seen
     assert bool(checkpointing) is bool(said["checkpointing"]) and written.precision == said["precision"]
     for config in (options.config, written):
