@@ -53,6 +53,14 @@ def at_least(least: int) -> Callable[[str], Any]:
 
 
 @kind
+def seed(text: str) -> int:
+    """A number that generators of random numbers can begin with."""
+    if (number := int(text)) not in range(2**32):
+        raise ValueError(f"must be at least 0 and less than 2**32, got {text}")
+    return number
+
+
+@kind
 def size(text: str) -> str:
     """A number of bytes, as it was written."""
     parse_bytes(text)
@@ -112,7 +120,8 @@ class RecordParser(Refusing):
             if how.get("nargs") == "?":
                 how["default"] = None  # argparse takes SUPPRESS for a word that was said
             groups[group].add_argument(option.name if is_argument(option) else spelled(option.name), help=words, **how)
-        self.usage = f"{self.prog} [OPTIONS] {' '.join(f.name.upper() for f in fields(record) if is_argument(f))}"
+        behind = [f"[{a.metavar}]" if a.nargs else str(a.metavar) for a in self._actions if not a.option_strings]
+        self.usage = " ".join((self.prog, "[OPTIONS]", *behind))
 
     def read(self, words: Sequence[str]) -> Any:
         """The record, checked for itself; what was left out has its default."""
@@ -166,13 +175,13 @@ class Record:
 class _Played(Record):
     """Options of a step that is played on a machine."""
 
-    json: bool = opt(_OUTPUT, _JSON, False)
     machine: str | None = opt(
         _MACHINE,
         "Whose speeds are predicted with: a machine by name, or a JSON file of `gemini doctor --measure`; where yours "
         "has more or less memory, as in rtx4090,cpu=128GiB.",
     )
     schedule: str = opt(_MACHINE, "serial: with overlap=False.", "overlapped", choices=("overlapped", "serial"))
+    json: bool = opt(_OUTPUT, _JSON, False)
     picture: tuple[Path, ...] = opt(
         _OUTPUT, f"Draw the step: {', '.join(_PICTURES)}. Repeat for more.", (), type=picture_file, action="append"
     )
@@ -351,7 +360,7 @@ _APART = {
     ("parallel", "dims"): "--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.",
     ("mesh", "trace|tile_tokens|lora|out|alternatives"): (
         "{self.mesh} makes a plan for each stage from a config: leave --trace, --tile-tokens, --lora, --out "
-        " and --alternatives out."
+        "and --alternatives out."
     ),
     ("parallel|tp>1|pp>1", "gradients=transient"): (
         "{self.mesh} with --gradients transient: slices and stages keep gradients until the update."
@@ -368,8 +377,8 @@ _APART = {
         "--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then."
     ),
     ("attn_implementation=flash_attention_2", "precision=fp32|target=cpu"): (
-        "--attn-implementation flash_attention_2 computes in bf16 and fp16 on CUDA only: leave --precision fp32 and "
-        "--target cpu out."
+        "--attn-implementation flash_attention_2 computes in bf16 and fp16 on CUDA only: leave it out, or "
+        "--precision fp32, --target cpu and --compute cpu."
     ),
 }
 """Two conditions, as `contradictions` reads them, and what is said of the first pair that holds."""

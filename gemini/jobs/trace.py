@@ -26,6 +26,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     options.
     """
     assert settings.config is not None
+    settings.check()  # of a plan: only now it is known for what it is traced
     # The imports of seconds: a command line that is refused before does not pay for them.
     from gemini.jobs.models import find_config, hush, lora_on
     from gemini.tracing.batches import batch_for, model_class_for

@@ -19,7 +19,7 @@ from accelerate import ParallelismConfig
 from gemini.config import GeminiConfig, MemoryBudget, contradictions
 from gemini.jobs.data import is_text
 from gemini.jobs.errors import JobError, refusing
-from gemini.jobs.settings import Refusing, at_least, size, tiles
+from gemini.jobs.settings import Refusing, at_least, seed, size, tiles
 from gemini.planning import document
 from gemini.planning.plan import Plan
 from gemini.planning.rules import RULES, STATES, name_of, rule_named
@@ -84,7 +84,8 @@ _OWN = {own.name for own in fields(GeminiArguments)}
 _KINDS = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "max_length"), at_least(1)),
     **dict.fromkeys(("gradient_accumulation_steps", "replicas", "tp", "cp", "ep"), at_least(1)),
-    **dict.fromkeys(("seed", "durable_every"), at_least(0)),
+    "seed": seed,
+    "durable_every": at_least(0),
     **dict.fromkeys(("gpu_memory", "cpu_memory", "nvme_memory", "activations"), size),
     "tile_tokens": tiles,
 }
