@@ -121,7 +121,7 @@ class Flights:
         """Whether moves are made in turn: then nothing is begun here."""
         self._device, self._mover, self._file = store.device, store.mover, store.files.get(tier)
         self._ledger, self._transfers = store.ledger, store.transfers
-        self._tier, self._computing = tier, store.device.tier
+        self._computing = store.device.tier
         self.saving: dict[Any, Any] = store.transfers.open[Lane.OFFLOAD]
         self.restoring: dict[Any, Any] = store.transfers.open[Lane.RESTORE]
         self._parked: dict[int, list[torch.Tensor]] = {}  # buffers by size; in the ledger as if in use
