@@ -49,7 +49,7 @@ from gemini.train.loading.skeleton import generators_kept
 from gemini.train.modules import token_tiles
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
 from gemini.train.modules.reading import compiled_part, mark_compiled, structure_of
-from gemini.train.params.guard import iter_tensors
+from gemini.train.observers import iter_tensors
 from gemini.train.params.handle import handle_of
 from gemini.train.slices.slicing import imagine_slices
 

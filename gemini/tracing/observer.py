@@ -32,7 +32,7 @@ from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
 from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.modules.compiled import hook_around
 from gemini.train.modules.reading import Structure, structure_of
-from gemini.train.params.guard import iter_tensors
+from gemini.train.observers import iter_tensors
 from gemini.train.params.handle import handle_of
 from gemini.train.passes.hooks import ENTRANCE
 from gemini.train.setup.structure import trace_of

@@ -27,7 +27,7 @@ from gemini.planning.trace import MemoryTrace
 from gemini.train import wrap
 from gemini.train.adapters import faces_of, refuse_unsupported, refused
 from gemini.train.checkpoint.export import Export
-from gemini.train.engine import engine_of
+from gemini.train.engine import Engine, engine_of
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.mixed import MADE, move_buffers, warn_of_fp16
@@ -74,6 +74,7 @@ class GeminiDDP(nn.Module):
     """
 
     _gemini_original: type[nn.Module]
+    _gemini_engine: Engine
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not GeminiDDP:
@@ -108,7 +109,7 @@ class GeminiDDP(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward. Out of memory it is run once more, with the same bits, if nothing but its result has changed."""
-        again, batch = engine_of(self).again, (args, kwargs)
+        again, batch = self._gemini_engine.again, (args, kwargs)
         beginning = again.begin(self, batch)
         try:
             return self._gemini_call(*args, **kwargs)
@@ -126,7 +127,7 @@ class GeminiDDP(nn.Module):
         ``torch.no_grad()`` of the model's may not have.
         """
         # Noted outside of the call: hooks of torch do not run after a KeyboardInterrupt.
-        before, engine = torch.is_grad_enabled(), engine_of(self)
+        before, engine = torch.is_grad_enabled(), self._gemini_engine
         depth = engine.forward.calls.depth
         occupancy = engine.state.occupancy
         is_first = threading.get_ident() not in occupancy.inside

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -187,3 +188,21 @@ def own_work(method: _Method) -> _Method:
             return method(self, *args)
 
     return cast(_Method, apart)
+
+
+def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what operations and modules take and give: containers of them, ModelOutputs, dataclasses.
+    Containers of unknown types (caches) are not looked into.
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(tree, dict):
+        parts = list(tree.values())
+    elif isinstance(tree, (tuple, list)):
+        parts = tree
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        parts = [getattr(tree, field.name) for field in fields(tree)]
+    for part in parts:
+        yield from iter_tensors(part)

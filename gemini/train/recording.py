@@ -20,7 +20,7 @@ from gemini.memory.watching import RecordedStep, Recorder
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.train.engine import Engine
-from gemini.train.params.guard import iter_tensors
+from gemini.train.observers import iter_tensors
 
 LOSS = "loss"
 """The name of what is computed between the end of the model's forward and the beginning of its backward."""

@@ -25,8 +25,9 @@ from gemini.ranks.group import Ranks
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import manage
 from gemini.train.modules.reading import own_params
+from gemini.train.observers import iter_tensors
 from gemini.train.params.by_name import ByName
-from gemini.train.params.guard import METADATA, OF_MEMORY, iter_tensors, nan_of
+from gemini.train.params.guard import METADATA, OF_MEMORY, nan_of
 
 ROOM = 128 * 2**20
 """Bytes of params in ordinary memory at once, if there is more than one."""

@@ -24,7 +24,7 @@ from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
 from gemini.interrupts import WHOLE
 from gemini.ledger import Want
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.params.guard import iter_tensors
+from gemini.train.observers import iter_tensors
 
 
 class CallRecord:

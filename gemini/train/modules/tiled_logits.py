@@ -26,7 +26,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError, warn
-from gemini.train.params.guard import METADATA, iter_tensors
+from gemini.train.observers import iter_tensors
+from gemini.train.params.guard import METADATA
 
 TILE = object()
 """Stands for a tile of logits among the arguments of a step."""

@@ -416,7 +416,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         reference = managed[0][0].owner
         if any(handle.owner is not reference for handle, _ in managed):
             self._owner()  # of two models, wrapped after this optimizer was made: refused
-        stepping = owner_of(managed[0][0]).stepping
+        stepping = (reference() or owner_of(managed[0][0])).stepping  # which refuses where the model is gone
         self._check_mode(stepping)
         run_alone(stepping.state, self._step_alone, stepping, managed, refusal)
 

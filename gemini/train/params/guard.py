@@ -12,8 +12,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from gemini.errors import ParamAccessError, warn
 from gemini.interrupts import call_without_grad
-from gemini.train.observers import unwrapped, without_transforms
+from gemini.train.observers import iter_tensors, unwrapped, without_transforms
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
 
@@ -502,24 +501,6 @@ _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")
 
 
 _VALUES_ONLY = frozenset("detach __repr__ __str__ __format__ tolist item numpy __array__ __set__".split())
-
-
-def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what operations and modules take and give: containers of them, ModelOutputs, dataclasses.
-    Containers of unknown types (caches) are not looked into.
-    """
-    if isinstance(tree, torch.Tensor):
-        yield tree
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(tree, dict):
-        parts = list(tree.values())
-    elif isinstance(tree, (tuple, list)):
-        parts = tree
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        parts = [getattr(tree, field.name) for field in fields(tree)]
-    for part in parts:
-        yield from iter_tensors(part)
 
 
 def substituted(tree: Any, copies: dict[int, torch.Tensor]) -> Any:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
-
-import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import ParamAccessError
@@ -36,13 +32,3 @@ def owner_of(handle: ParamHandle) -> Owner:
     if owner is None:
         raise ParamAccessError(f"the model that managed {handle.name!r} was deleted; its params hold nothing any more")
     return owner
-
-
-def grad_hook(handle: ParamHandle) -> Callable[[torch.Tensor], None]:
-    """Make the hook that moves a param's gradient into its chunk. It does not keep the model alive."""
-    return partial(_take_grad, handle)
-
-
-def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
-    owner = handle.owner()
-    (owner_of(handle) if owner is None else owner).backward.take_grad(handle)

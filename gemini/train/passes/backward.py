@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gemini.train.observers import own_work
 from gemini.train.params.exposure import hide
 from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import Leftover, ParamHandle, stepping_in_backward
+from gemini.train.params.owner import owner_of
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.parts import Parts
 from gemini.train.step import at_end_of_backward
@@ -162,6 +164,10 @@ class BackwardPass:
         self._exposure.rest_if_idle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def hook_of(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
+        """Make the hook that moves a param's gradient into its chunk. It does not keep the model alive."""
+        return partial(_take_grad, handle)
 
     def take_grad(self, handle: ParamHandle) -> None:
         """Move ``param.grad`` into the chunk: the post-accumulate hook of every trained param.
@@ -408,3 +414,8 @@ class Recovery:
         # Pins that nobody has noted (an interrupt between pinning and noting) would keep windows for good.
         if not (state.computing or self._forward.transformed or self._manager.is_balanced()):
             self._manager.start_over()
+
+
+def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
+    owner = handle.owner()
+    (owner_of(handle) if owner is None else owner).backward.take_grad(handle)

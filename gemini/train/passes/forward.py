@@ -16,8 +16,7 @@ from torch import nn
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.train.modules.calls import CallRecord, begin_backward_of
-from gemini.train.observers import innermost_transform, is_differentiating, own_work, without_transforms
-from gemini.train.params.guard import iter_tensors
+from gemini.train.observers import innermost_transform, is_differentiating, iter_tensors, own_work, without_transforms
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.parts import Parts

@@ -18,7 +18,7 @@ from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure, poison
 from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings, make_factors, owners
-from gemini.train.params.owner import grad_hook
+from gemini.train.params.owner import owner_of
 
 
 class Adoption:
@@ -126,7 +126,7 @@ class Adoption:
         param._gemini = handle  # type: ignore[attr-defined]
         handle.trained, handle.optimizer = param.requires_grad, owners.get(param)
         if handle.trained:
-            handle.hook = param.register_post_accumulate_grad_hook(grad_hook(handle))
+            handle.hook = param.register_post_accumulate_grad_hook(owner_of(handle).backward.hook_of(handle))
         # A trained param has an fp32 master, which has all bits of its original up to fp32.
         narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
         is_kept = narrowed or original.dtype.itemsize > 4
@@ -184,7 +184,7 @@ class TrainedParams:
             handle.trained = handle.param.requires_grad
             if handle.trained and handle.hook is None:
                 self._make_trainable(handle.chunk)
-                handle.hook = handle.param.register_post_accumulate_grad_hook(grad_hook(handle))
+                handle.hook = handle.param.register_post_accumulate_grad_hook(owner_of(handle).backward.hook_of(handle))
 
     def _make_trainable(self, chunk: Chunk) -> None:
         """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""

@@ -24,7 +24,7 @@ from gemini.planning.trace import Source
 from gemini.ranks.agree import Facts, agree, checksum_of
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag, Wire
-from gemini.train.params.guard import iter_tensors
+from gemini.train.observers import iter_tensors
 from gemini.train.params.handle import ParamHandle
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import gemini
 from gemini.planning.working import staging_bytes, tile_numel
 from gemini.train.modules.mixed import kept_in_fp32
-from gemini.train.params.guard import iter_tensors
+from gemini.train.observers import iter_tensors
 from gemini.train.setup.structure import structural_trace, working_set
 from tests.hunts.zoo.configs import tiny_config
 from tests.hunts.zoo.inputs import Batches, Spec
