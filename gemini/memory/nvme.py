@@ -203,7 +203,7 @@ class SpillFile:
 
     def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> Event:
         """Start to fill memory from the file, all extents in one transfer; if one is refused, none is under way.
-        ``urgent``: before other requests that have not been started.
+        ``urgent``: before other requests that have not been started, where the queue is native.
         """
         return self._begin("read", self.queue.submit_read, extents, urgent)
 
