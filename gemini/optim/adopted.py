@@ -296,7 +296,7 @@ def _does_alike(rule: AdoptedRule, given: Mapping[str, Any], wanted: list[Snapsh
             held, value = states[name], snapshot.state[name]
             if name in planes:
                 value = value.reshape(-1)[piece]
-            pairs.append((held, value if value.dim() else value.expand(held.shape)))
+            pairs.append((held, value if value.dim() else value.repeat(held.shape)))
         # As bytes: NaN is equal to itself.
         if not all(torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in pair)) for pair in pairs):
             return False
