@@ -85,6 +85,7 @@ def train(model: Any, optimizer: Any, how: How, emulated: EmulatedKernels | None
         counts.append(num_waits(emulated))
         seen.waits.append((counts[1] - counts[0], counts[2] - counts[1], counts[3] - counts[2]))
         seen.moved += sum(world_of(model).moved_last_step().values())
+    world_of(model).settle()  # the emulation counts what any model launches, and updates go on behind the last step
     return seen
 
 
