@@ -121,7 +121,7 @@ def smallest_budget(
     from gemini.planning.layout import ParamSpec, make_layout
     from gemini.planning.planes import compute_itemsize, plane_specs
     from gemini.planning.working import PIECE, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
-    from gemini.train.setup.structure import working_set
+    from gemini.train.setup.problem import working_set
 
     with torch.device("meta"):
         model = make_llama(shape)

@@ -73,7 +73,7 @@ def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
     from gemini.memory.chunks.chunk import COMPUTE_DTYPES
     from gemini.tracing.batches import model_class_for
     from gemini.train.loading.from_config import skeleton_from_config
-    from gemini.train.setup.structure import structural_trace
+    from gemini.train.setup.problem import structural_trace
 
     source = find_config(name, layers)
     hush()

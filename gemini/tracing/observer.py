@@ -35,7 +35,7 @@ from gemini.train.modules.reading import Structure, structure_of
 from gemini.train.observers import iter_tensors
 from gemini.train.params.handle import handle_of
 from gemini.train.passes.hooks import ENTRANCE
-from gemini.train.setup.structure import trace_of
+from gemini.train.setup.problem import trace_of
 
 
 class Kept:

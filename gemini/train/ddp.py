@@ -36,8 +36,7 @@ from gemini.train.optimizers.optimizer import refuse_stock_optimizers
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.passes.stepping import MeasuredNorm
-from gemini.train.recording import Recording
-from gemini.train.report import MemoryReport, make_report
+from gemini.train.report import MemoryReport, Recording, make_report
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.step import alone, run_alone
 

@@ -26,7 +26,7 @@ class Observers:
 
     def __init__(self) -> None:
         self.recording: Any = None
-        """The :class:`~gemini.train.recording.Recording` that is told when modules and steps begin and end."""
+        """The :class:`~gemini.train.report.Recording` that is told when modules and steps begin and end."""
         self.around_own_work: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around what is done for chunks beside the model's own work."""
         self.are_there = False

@@ -20,7 +20,7 @@ from memory_cases import PAGE, ROOT, run_python
 
 from gemini import kernels
 from gemini.errors import StorageError
-from gemini.kernels import io as kernels_io
+from gemini.kernels import native as kernels_io
 from gemini.memory import nvme
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.nvme import Extent, SpillFile, probe

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gemini import kernels
-from gemini.kernels import io as kernels_io
+from gemini.kernels import native as kernels_io
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks._progress import join
 from gemini.kernels import IoQueue
-from gemini.kernels.io import ThreadedIoQueue
+from gemini.kernels.native import ThreadedIoQueue
 from tests.native.native_cases import NATIVE_ISAS
 
 BLOCK = 4 << 20

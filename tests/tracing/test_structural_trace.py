@@ -10,8 +10,7 @@ from gemini.planning.layout import ChunkSpec
 from gemini.planning.planes import compute_itemsize
 from gemini.planning.trace import MemoryTrace, Phase, Source, accesses
 from gemini.train.modules.reading import params_read_by
-from gemini.train.setup.problem import collect_params
-from gemini.train.setup.structure import structural_trace
+from gemini.train.setup.problem import collect_params, structural_trace
 from tests.models import FAMILIES
 
 

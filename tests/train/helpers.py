@@ -19,7 +19,7 @@ import gemini
 import gemini.testing  # makes the stand-in known, also in processes that import nothing else
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
-from gemini.train.setup.structure import structural_trace, working_set
+from gemini.train.setup.problem import structural_trace, working_set
 from tests import models
 from tests.plain import DTYPES as DTYPES
 from tests.plain import Plain as Plain

@@ -27,7 +27,7 @@ from gemini.planning.planes import ADAM as RULE
 from gemini.planning.planes import GRAD, RESIDUAL, PlaneKind, compute_itemsize
 from gemini.planning.working import device_staging_bytes, staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
-from gemini.train.setup.structure import structural_trace, working_set
+from gemini.train.setup.problem import structural_trace, working_set
 from tests import models
 from tests.models import Recipe
 from tests.plain import Plain

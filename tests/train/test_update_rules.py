@@ -40,7 +40,7 @@ from gemini.planning.working import staging_bytes, tile_numel, whole_numel
 from gemini.rules import UpdateRule, Where
 from gemini.tiers import Tier
 from gemini.train.checkpoint.torch_file import promised_optimizer_state, write
-from gemini.train.setup.structure import structural_trace
+from gemini.train.setup.problem import structural_trace
 from tests import models
 from tests.train import helpers
 from tests.world import world_of

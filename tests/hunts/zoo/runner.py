@@ -19,7 +19,7 @@ import gemini
 from gemini.planning.working import staging_bytes, tile_numel
 from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.observers import iter_tensors
-from gemini.train.setup.structure import structural_trace, working_set
+from gemini.train.setup.problem import structural_trace, working_set
 from tests.hunts.zoo.configs import tiny_config
 from tests.hunts.zoo.inputs import Batches, Spec
 from tests.hunts.zoo.mappings import Entry
