@@ -164,8 +164,7 @@ def marks_of(module: nn.Module) -> dict[str, Any]:
         if name not in _OF_TORCH
     }
     for name, buffer in module._buffers.items():
-        is_counted = isinstance(buffer, torch.Tensor) and not buffer.is_inference()
-        found[name] = id(buffer), buffer._version if is_counted else 0
+        found[name] = id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version
     return found
 
 
