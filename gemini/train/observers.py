@@ -57,12 +57,6 @@ class WriteObserver:
     def before_write(self, chunk: Chunk) -> None:
         """Note that masters or states of ``chunk`` change when this returns; until then they may still be read."""
 
-    def after_write(self, chunk: Chunk) -> None:
-        """Note that a change is complete. Changes may lie within others (a write by name inside
-        ``gathered(write=True)``): a chunk is whole when as many are complete as have begun. One that broke off never
-        is.
-        """
-
     def close(self) -> None:
         """End: the model does."""
 
@@ -84,19 +78,6 @@ class WriteObservers(list[WriteObserver]):
         chunk.begin_write()
         for observer in tuple(self):
             observer.before_write(chunk)
-
-    def after_write(self, chunk: Chunk) -> None:
-        """Tell all."""
-        for observer in tuple(self):
-            observer.after_write(chunk)
-
-    @contextmanager
-    def writing(self, chunk: Chunk) -> Iterator[None]:
-        """Announce a change, and say that it is complete if nothing is raised inside."""
-        self.before_write(chunk)
-        # Not in a `finally`: a change that broke off is never complete, and must not look so.
-        yield
-        self.after_write(chunk)
 
     def close(self) -> None:
         """Tell all."""

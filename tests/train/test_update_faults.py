@@ -161,9 +161,6 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
                 found.append(fetches.is_alive)
                 ended.set()
 
-        def after_write(self, chunk: Any) -> None:
-            pass
-
         def close(self) -> None:
             pass
 

@@ -177,8 +177,6 @@ class Reader:
             if source.handle.whole_name not in others:
                 for start, stop in tiles(0, source.numel, self._mover.tile):
                     self._read_range(source, start, stop)
-        for chunk in chunks:
-            observers.after_write(chunk)
 
     def tell_loss(self, path: Path) -> None:
         """Warn, if states have lost precision."""

@@ -135,7 +135,8 @@ class ByName:
         if handle.restored == handle.num_steps and same_bits(self.read(handle).to(value.dtype), value):
             return  # a checkpoint has brought just these weights, and the rest of their masters with them
         lower = self._waiting_for(handle, value)
-        with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
+        with WHOLE:  # the two halves of a bf16 master, above all
+            self._observers.before_write(handle.chunk)
             rest = lower if lower is None else _own_part(handle, lower)
             self._write(handle.chunk, handle.part.start, _own_part(handle, value), rest)
             self._forget_copies(handle)
@@ -250,7 +251,8 @@ class ByName:
 
     def _rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
         handle.chunk.settle()
-        with WHOLE, self._observers.writing(handle.chunk):
+        with WHOLE:
+            self._observers.before_write(handle.chunk)
             old = read_range(self._mover, handle.chunk.weights, handle)
             store_range(self._mover, handle.chunk.weights, handle.part.start, self._merged(handle, value, old))
             self._forget_copies(handle)
@@ -295,21 +297,21 @@ class ByName:
         if value.shape != shape:
             raise ValueError(f"{kind} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(shape)}")
         handle.chunk.settle()
-        with self._observers.writing(handle.chunk):
-            store_range(self._mover, plane, handle.part.start, _own_part(handle, value, plane.block).to("cpu"))
+        self._observers.before_write(handle.chunk)
+        store_range(self._mover, plane, handle.part.start, _own_part(handle, value, plane.block).to("cpu"))
 
     @alone
     def exchange(self, handle: ParamHandle, kind: PlaneKind) -> None:
         """Let a param's master and its values in a plane of fp32 change places, bit for bit. Called inside `WHOLE`."""
         handle.chunk.settle()
         planes = handle.chunk.planes
-        with self._observers.writing(handle.chunk):
-            master = read_range(self._mover, planes[WEIGHTS], handle)
-            if RESIDUAL in planes:
-                master = _joined(master, read_range(self._mover, planes[RESIDUAL], handle))
-            self._write(handle.chunk, handle.part.start, read_range(self._mover, planes[kind], handle), None)
-            self._forget_copies(handle)
-            store_range(self._mover, planes[kind], handle.part.start, master)
+        self._observers.before_write(handle.chunk)
+        master = read_range(self._mover, planes[WEIGHTS], handle)
+        if RESIDUAL in planes:
+            master = _joined(master, read_range(self._mover, planes[RESIDUAL], handle))
+        self._write(handle.chunk, handle.part.start, read_range(self._mover, planes[kind], handle), None)
+        self._forget_copies(handle)
+        store_range(self._mover, planes[kind], handle.part.start, master)
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
         """Make a param's gathered weights its master: written elements exactly, others keep their residual; a loaded
@@ -327,12 +329,12 @@ class ByName:
             )
         if handle.param._version != handle.version:
             note_writes([handle])
-        with self._observers.writing(chunk):
-            old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
-            new = self._merged(handle, chunk.flat[slot.start : slot.stop], old)
-            # In place the weights are their plane, and were written by the program already.
-            if not chunk.resident:
-                store_range(self._mover, chunk.weights, handle.part.start, new)
+        self._observers.before_write(chunk)
+        old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
+        new = self._merged(handle, chunk.flat[slot.start : slot.stop], old)
+        # In place the weights are their plane, and were written by the program already.
+        if not chunk.resident:
+            store_range(self._mover, chunk.weights, handle.part.start, new)
 
     def _merged(self, handle: ParamHandle, shown: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """Make what the plane of weights, ``old``, is to be now that weights are ``shown`` (all of them): changed

@@ -38,7 +38,6 @@ class Gathering:
         Autograd is off where weights are written. An exception inside undoes what was written.
         """
         chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
-        begun = list[Chunk]()
         before: dict[str, torch.Tensor] = {}
         is_first = write and not self._occupancy.is_own
         try:
@@ -54,7 +53,6 @@ class Gathering:
                 if write:
                     for chunk in chunks:
                         self._observers.before_write(chunk)  # one that never moves is written in place
-                        begun.append(chunk)
                 # Once masters change there is no way back: what was shown must not be undone under them.
                 takes_over = False
                 try:
@@ -82,9 +80,6 @@ class Gathering:
                     # the rounding.
                     self._manager.drop(chunks)
                     self._manager.refresh_lent()
-                    # Only those that were announced: observers count beginnings and ends.
-                    for chunk in begun:
-                        self._observers.after_write(chunk)
             if is_first:
                 self._occupancy.end_alone()
 
@@ -126,8 +121,6 @@ class Rewriting:
                     handle.version = handle.param._version  # torch has counted this write itself
                     handle.num_writes += 1
                     self._by_names.take_over(handle, before.get(handle.name))
-            for chunk in resident_chunks(handles):
-                self._observers.after_write(chunk)
 
 
 def resident_chunks(handles: Iterable[ParamHandle]) -> tuple[Chunk, ...]:

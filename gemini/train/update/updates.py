@@ -192,8 +192,6 @@ class Updates:
                         raise
             if has_copy:
                 self._manager.drop([chunk])
-            if self._observers:
-                self._observers.after_write(chunk)
         except BaseException as e:
             # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.
             self._state.mark_corrupted(e)

@@ -45,7 +45,7 @@ class UpdateJob(Transfer, PendingUpdate):
         moved: the step that its bytes count for.
         threads: that share one call of the kernel.
         ready: what the computing device was given when this was handed over is done; its gradients are there then.
-        observers: told before anything of the chunk changes, and when all of it has.
+        observers: told before anything of the chunk changes.
         guess: whether it is wanted, which one that begins inside backward may not know yet.
     """
 
@@ -284,8 +284,6 @@ class UpdateWorker(JobThread):
 
     def _finish_if_done(self, job: UpdateJob) -> None:
         if job.all_begun and job.num_open == 0 and job in self._open:
-            # Before anybody who waits wakes up: a commit must not miss the change.
-            job.observers.after_write(job.chunk)
             del self._open[job]
             job.finish()
 
