@@ -87,73 +87,26 @@ _VIEWS = {
 through ``FakeTensorMode``, which looks for many special cases first, saves time in every trace.
 """
 
-_FORMED = {
-    getattr(getattr(_aten, packet), overload)
-    for overload, packets in {
-        "default": "mm bmm addmm baddbmm neg rsqrt sqrt exp sin cos tanh sigmoid relu silu gelu silu_backward "
-        "gelu_backward threshold_backward sigmoid_backward tanh_backward _softmax _softmax_backward_data _log_softmax "
-        "_log_softmax_backward_data nll_loss_forward nll_loss_backward slice_backward embedding "
-        "embedding_dense_backward native_layer_norm native_layer_norm_backward cat clone _to_copy copy_ addmm_",
-        "Tensor": "mul add sub div add_ mul_",
-        "Scalar": "mul add div masked_fill",
-        "Tensor_Scalar": "pow",
-        "dim": "mean",
-        "dim_IntList": "sum",
-        "self": "where",
-    }.items()
-    for packet in packets.split()
-}
-"""What gives new tensors whose shapes, strides and dtypes follow from those of its arguments alone, or writes to its
-first one and gives that. Steps in tiles repeat the same a thousand times, and torch's shape functions are Python.
-"""
-
-_Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-_SELF = ("the first argument",)
-
 
 class FakeRunner:
     """Runs operations for a meter, inside of a fake tensor mode."""
 
     def __init__(self, mode: FakeTensorMode):
         self._mode = mode
-        self._kinds: dict[int, tuple[Any, bool, bool]] = {}  # by id: hashing an operation takes longer
-        self._forms: dict[Any, tuple[Any, ...]] = {}
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        kind = self._kinds.get(id(func))
-        if kind is None:
-            packet = getattr(func, "_overloadpacket", func)
-            kind = self._kinds[id(func)] = (packet, func in _VIEWS, func in _FORMED)
-        packet, is_view, is_formed = kind
+        packet = getattr(func, "_overloadpacket", func)
         if packet is _aten._grouped_mm and args[0].dtype is not torch.bfloat16:
             return _grouped_mm_of_any_dtype(func, args, kwargs)
-        if is_view and not kwargs and type(args[0]) is FakeTensor:
+        if func in _VIEWS and not kwargs and type(args[0]) is FakeTensor:
             with in_kernel_invocation_manager(self._mode):
                 out = func(*args)
             return FakeTensor(self._mode, out, _CPU)
-        if is_formed and (asked := _forms_in(func, args, kwargs)) is not None:
-            return self._formed(asked, func, args, kwargs)
         if self._known(packet, args, kwargs):
             with unset_fake_temporarily():
                 out = func(*args, **kwargs)
             return tree_map_only(torch.Tensor, self._faked, out)
         return func(*args, **kwargs)
-
-    def _formed(self, asked: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation gives, made from the forms that it gave for such arguments before."""
-        forms = self._forms.get(asked)
-        if forms is None:
-            out = func(*args, **kwargs)
-            forms = _SELF if out is args[0] else tuple(map(_form_of, out if isinstance(out, tuple) else (out,)))
-            if all(forms):
-                self._forms[asked] = forms
-            return out
-        if forms is _SELF:
-            return args[0]
-        with in_kernel_invocation_manager(self._mode):
-            made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in forms]
-        out = tuple(FakeTensor(self._mode, each, _CPU) for each in made)
-        return out if len(out) > 1 else out[0]
 
     def _known(self, packet: Any, args: Any, kwargs: Any) -> bool:
         """Whether all that goes in has values, and what comes out may be worth having them."""
@@ -173,35 +126,6 @@ class FakeRunner:
             return tensor
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
-
-def _forms_in(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the result of a formed operation depends on; None for what has values, or is there in another way."""
-    found: list[Any] = [id(func), *kwargs]
-    is_fake = False
-    for value in (*args, *kwargs.values()):
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, torch.Tensor):
-                if type(each) is FakeTensor:
-                    is_fake = True
-                elif not each.dim() or each.is_meta or func._schema.is_mutable:  # it may be a number, or be written to
-                    return None
-                found += each.shape, each.stride(), each.dtype
-            else:
-                found += type(each), each
-        found.append(isinstance(value, list))
-    return tuple(found) if is_fake else None
-
-
-def _form_of(tensor: Any) -> _Form | None:
-    """What a tensor is made from; None if one made like that is another."""
-    if type(tensor) is not FakeTensor or tensor.fake_device != _CPU:
-        return None
-    most = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    num_bytes = tensor.itemsize * (most if tensor.numel() else 0)
-    if tensor.storage_offset() or tensor.untyped_storage().nbytes() != num_bytes:
-        return None
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _is_small_factory(packet: Any, args: Any, kwargs: Any) -> bool:

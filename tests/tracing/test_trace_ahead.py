@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
-from gemini.tracing.ahead import FakeRunner, _forms_in
 from tests.models import FAMILIES, VOCAB, make_model
 
 KINDS = (False, "non-reentrant", "reentrant")
@@ -262,46 +260,3 @@ def test_on_cuda_attention_with_dropout_makes_no_scores() -> None:
     import torch.nn.functional as now
 
     assert now.dropout is functional.dropout and now.dropout.__module__ == "torch.nn.functional"
-
-
-def test_a_repeated_operation_gives_what_it_gave_at_first() -> None:
-    """Forms are kept by all that they depend on: shapes, strides, dtypes, other arguments; values never are."""
-    aten, mode = torch.ops.aten, FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        wide, row = torch.empty(3, 4), torch.empty(4)
-        turned, narrow = torch.empty(4, 3).t(), torch.empty(3, 4, dtype=torch.bfloat16)
-    calls = [
-        (aten.mul.Tensor, (wide, row), {}),
-        (aten.mul.Tensor, (wide, wide), {}),
-        (aten.mul.Tensor, (turned, turned), {}),
-        (aten.mul.Tensor, (narrow, row), {}),
-        (aten.mul.Tensor, (wide, 2), {}),
-        (aten.mul.Tensor, (narrow, 2), {}),
-        (aten.pow.Tensor_Scalar, (wide, 2), {}),
-        (aten._to_copy.default, (turned,), {"dtype": torch.float64}),
-        (aten._to_copy.default, (wide,), {"dtype": torch.bfloat16}),
-        (aten.cat.default, ([wide, turned],), {}),
-        (aten.cat.default, ([wide, turned], 1), {}),
-        (aten.mean.dim, (wide, [1]), {}),
-        (aten.mean.dim, (wide, [1], True), {}),
-        (aten.nll_loss_forward.default, (wide, torch.tensor([0, 1, 2]), None, 1, -100), {}),
-        (aten.native_layer_norm.default, (wide, [4], row, row, 1e-5), {}),
-    ]
-    run = FakeRunner(mode)
-
-    def given(func: Any, args: Any, kwargs: Any, by: Any) -> list[tuple[Any, ...]]:
-        with mode:
-            found = by(func, args, kwargs)
-        found = found if isinstance(found, tuple) else (found,)
-        assert not any(each is wide or each is turned for each in found)
-        return [(e.shape, e.stride(), e.dtype, e.untyped_storage().nbytes(), type(e), e.device) for e in found]
-
-    for _ in range(3):
-        for call in calls:
-            assert given(*call, run) == given(*call, lambda func, args, kwargs: func(*args, **kwargs)), call
-    for _ in range(3):
-        assert run(aten.copy_.default, (wide, turned), {}) is wide
-        assert run(aten.add_.Tensor, (turned, wide), {}) is turned
-        values = run(aten.mul.Tensor, (torch.tensor([1, 2]), torch.tensor([3, 4])), {})
-        assert values.tolist() == [3, 8]
-    assert _forms_in(aten.copy_.default, (torch.zeros(3, 4), wide), {}) is None, "values would be written to"
