@@ -29,8 +29,8 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     settings.check()  # of a plan: only now it is known for what it is traced
     # The imports of seconds: a command line that is refused before does not pay for them.
     from gemini.jobs.models import find_config, hush, lora_on
+    from gemini.tracing.ahead import FLASH
     from gemini.tracing.batches import batch_for, model_class_for
-    from gemini.train.loading.attention import FLASH, supports_flash
     from gemini.train.loading.from_config import skeleton_from_config
 
     source = find_config(settings.config, settings.layers)
@@ -42,10 +42,9 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
         model_class = model_class_for(config)
         if settings.attn_implementation not in (None, "auto"):
             config._attn_implementation = settings.attn_implementation
-            if settings.attn_implementation == FLASH and not supports_flash(model_class, config):
+            if settings.attn_implementation == FLASH and not model_class._supports_flash_attn:
                 raise JobError(
-                    f"--attn-implementation {FLASH}: {model_class.__name__} has none in transformers, or its heads are "
-                    "too wide for it. Leave it out."
+                    f"--attn-implementation {FLASH}: {model_class.__name__} has none in transformers. Leave it out."
                 )
         model = config
         if settings.lora is not None:

@@ -44,9 +44,9 @@ from gemini.patches import replaced
 from gemini.ranks import launch
 from gemini.tiers import Tier
 from gemini.train.ddp import GeminiDDP
-from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import skeleton_from_config
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
+from gemini.train.loading.skeleton import attention_keyword
 from gemini.train.modules.codes import num_weights
 from gemini.train.modules.compiled import compile_blocks
 
@@ -300,7 +300,7 @@ def outline_of(source: ModelSource, options: Options) -> tuple[Any, list[str]]:
         auto, source.config.num_labels = transformers.AutoModelForSequenceClassification, 1
         if "lora_task_type" not in options.said:
             asked.lora_task_type = "SEQ_CLS"
-    attention = Attention(asked.attn_implementation, precision_of(args), args.device)
+    attention = attention_keyword(asked.attn_implementation)
     transformers.set_seed(args.seed)  # adapters
     with refusing(f"{source.label} cannot be built"):
         adapters, codes, adapt = trl.get_peft_config(asked), trl.get_quantization_config(asked), None
@@ -309,22 +309,18 @@ def outline_of(source: ModelSource, options: Options) -> tuple[Any, list[str]]:
 
             adapt = partial(peft.get_peft_model, peft_config=adapters)
         if source.weights is None:
-            attention.keyword(source.config, auto)
-            return skeleton_from_config(source.config, model_class=auto, attention=attention, dtype=torch.float32), []
-        how = {"config": source.config, "trust_remote_code": args.trust_remote_code}
+            return skeleton_from_config(source.config, model_class=auto, dtype=torch.float32, **attention), []
+        how = {"config": source.config, "trust_remote_code": args.trust_remote_code, **attention}
         if not Path(source.weights).exists():
             how["revision"] = asked.model_revision
         if codes is not None:
-            keyword = attention.keyword(source.config, auto)
             dtype = codes.bnb_4bit_compute_dtype
             model = auto.from_pretrained(
-                source.weights, quantization_config=codes, device_map="cpu", dtype=dtype, **how, **keyword
+                source.weights, quantization_config=codes, device_map="cpu", dtype=dtype, **how
             )
             return (model if adapt is None else adapt(model)), []
         how["dtype"] = asked.dtype if "dtype" in options.said else "auto"
-        skeleton, info = skeleton_from_pretrained(
-            source.weights, model_class=auto, attention=attention, adapt=adapt, **how
-        )
+        skeleton, info = skeleton_from_pretrained(source.weights, model_class=auto, adapt=adapt, **how)
         return skeleton, sorted(info["missing_keys"])
 
 
@@ -353,7 +349,7 @@ def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None
     if ours.ep > 1 or kind in ("grpo", "rloo"):
         raise JobError(f"gemini {kind} needs --activations, such as 4GiB: such a step is not traced ahead.")
     config = copy.deepcopy(source.config)
-    if options.model.attn_implementation is not None:
+    if options.model.attn_implementation not in (None, "auto"):
         config._attn_implementation = options.model.attn_implementation
     rows = args.per_device_train_batch_size * (2 if kind in ("dpo", "reward") else 1)  # of pairs
     ids = torch.empty(rows, args.max_length or config.max_position_embeddings, dtype=torch.int64, device="meta")

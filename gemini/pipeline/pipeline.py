@@ -33,9 +33,8 @@ from gemini.tracing.batches import batch_for
 from gemini.train.context.parallel import sequence_batch
 from gemini.train.ddp import manage
 from gemini.train.gradients.store import sum_tied
-from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
-from gemini.train.loading.skeleton import Skeleton
+from gemini.train.loading.skeleton import Skeleton, attention_keyword
 from gemini.train.modules.codes import first_coded
 from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.slices.experts import spread_experts
@@ -190,10 +189,7 @@ class Pipeline:
         """
         config = (GeminiConfig() if config is None else config).resolved()
         skeleton, info = skeleton_from_pretrained(
-            path,
-            model_class=model_class,
-            attention=Attention(attn_implementation, config.precision, config.device),
-            **kwargs,
+            path, model_class=model_class, **attention_keyword(attn_implementation), **kwargs
         )
         lacking = sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
         if lacking and mesh is not None and size_of(mesh, "pp") > 1:

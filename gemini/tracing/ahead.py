@@ -43,7 +43,6 @@ from gemini.tracing.meter import tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
 from gemini.tracing.targets import Target, make_target
 from gemini.train.context.parallel import imagine_parts, part_of
-from gemini.train.loading.attention import without_package
 from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept
 from gemini.train.modules import token_tiles
@@ -53,6 +52,7 @@ from gemini.train.observers import iter_tensors
 from gemini.train.params.handle import handle_of
 from gemini.train.slices.slicing import imagine_slices
 
+FLASH = "flash_attention_2"
 MOST_REAL = 2**22
 """Elements of the largest tensor that is computed with its values. A mask of S x S may be more, and none decides."""
 
@@ -225,7 +225,7 @@ def trace(
                 if param.is_floating_point() and param.dtype is not own_dtype:
                     param.data = torch.empty(param.shape, dtype=own_dtype)
             for module in fake.modules():
-                without_package(getattr(module, "config", None))
+                _without_package(getattr(module, "config", None))
             fake.train()
             _set_checkpointing(fake, checkpointing)
             own, sent = batch, Counter[str]()
@@ -288,9 +288,18 @@ def _build(config: Any, model_class: Any) -> nn.Module:
     model_class = model_class or model_class_for(config)
     make = getattr(model_class, "from_config", None) or model_class._from_config
     config = copy.deepcopy(config)
-    without_package(config)
+    _without_package(config)
     with without_drawing():
         return make(config)
+
+
+def _without_package(hf_config: Any) -> None:
+    """Let a config mean FlashAttention's kernels as torch has them: what can be traced where there is no GPU."""
+    parts = [getattr(hf_config, key, None) for key in getattr(hf_config, "sub_configs", None) or ()]
+    for part in (hf_config, *parts):
+        if part is not None and getattr(part, "_attn_implementation", None) == FLASH:
+            # Past the setter, which would ask for the package.
+            part._attn_implementation_internal = "sdpa"
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -10,7 +10,6 @@ their registration, and checked by name at the end: what came about in another w
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
 import weakref
@@ -23,10 +22,10 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.patches import replaced
 from gemini.ranks.group import Ranks
-from gemini.train.loading.attention import Attention
 from gemini.train.loading.skeleton import (
     Pager,
     Skeleton,
+    attention_keyword,
     generator_of_first,
     generators_kept,
     need_transformers,
@@ -57,15 +56,14 @@ def from_config(
         model_class: a model class or an auto class of transformers. By default the class in
             ``hf_config.architectures``, else ``AutoModelForCausalLM``.
         attn_implementation: "eager", "sdpa", "flash_attention_2", ... as in transformers (or a dict by sub-config). By
-            default, or with "auto", what ``hf_config`` says. If it says nothing: FlashAttention on a GPU in half
-            precision, if the package is installed, the model supports it and deterministic algorithms are off; else the
-            choice of transformers.
+            default, or with "auto", what ``hf_config`` says, else the choice of transformers.
         process_group, mesh: as for :class:`gemini.GeminiDDP`.
         **kwargs: passed to the model class, for example ``dtype=`` (by default that of ``hf_config``).
 
     Raises:
         BudgetExceeded: if the model does not fit, before anything is initialized.
-        ValueError: if no model class follows from the config, or if FlashAttention cannot run.
+        ImportError: from transformers, if FlashAttention is asked for and cannot run.
+        ValueError: if no model class follows from the config.
         TypeError: for a path or a dict instead of a config object.
     """
     if isinstance(hf_config, (str, os.PathLike, dict)):
@@ -76,25 +74,17 @@ def from_config(
         )
     need_transformers("gemini.from_config")
     config = (GeminiConfig() if config is None else config).resolved()
-    attention = Attention(attn_implementation, config.precision, config.device)
-    skeleton = skeleton_from_config(hf_config, model_class=model_class, attention=attention, **kwargs)
+    kwargs |= attention_keyword(attn_implementation)
+    skeleton = skeleton_from_config(hf_config, model_class=model_class, **kwargs)
     return skeleton.manage(config, process_group=process_group, mesh=mesh)
 
 
-def skeleton_from_config(
-    hf_config: Any, *, model_class: Any = None, attention: Attention | None = None, **kwargs: Any
-) -> Skeleton:
+def skeleton_from_config(hf_config: Any, *, model_class: Any = None, **kwargs: Any) -> Skeleton:
     """Make what :func:`from_config` makes before it places anything."""
     if model_class is None:
         model_class = class_of(hf_config)
     build = getattr(model_class, "from_config", None) or model_class._from_config
-    attention = Attention() if attention is None else attention
-    chosen = attention.keyword(hf_config, model_class)
-    if chosen and attention.is_open:
-        hf_config = copy.deepcopy(hf_config)  # transformers notes in it what it was given: nothing the user said
-    kwargs |= chosen
-    with attention.refused_by_transformers(hf_config):
-        return DrawnModel(lambda: build(hf_config, **kwargs))
+    return DrawnModel(lambda: build(hf_config, **kwargs))
 
 
 class DrawnModel(Skeleton):

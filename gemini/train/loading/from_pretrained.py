@@ -22,9 +22,8 @@ import torch
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, StorageError
 from gemini.patches import replaced
-from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import class_of
-from gemini.train.loading.skeleton import Skeleton, generators_kept, need_transformers
+from gemini.train.loading.skeleton import Skeleton, attention_keyword, generators_kept, need_transformers
 from gemini.train.loading.stored_model import (
     LOCK,
     Made,
@@ -65,7 +64,7 @@ def from_pretrained(
             place), for example ``lambda model: peft.get_peft_model(model, lora_config)``. A weight that it reads or
             writes is read from the files at that moment and stays in host memory, beside the budget, until the model is
             placed, with what the function did to it; all others go to their homes as without it.
-        attn_implementation: "eager", "sdpa", "flash_attention_2", ..., or None to choose as :func:`from_config` does.
+        attn_implementation: "eager", "sdpa", "flash_attention_2", ..., as in :func:`from_config`.
         process_group, mesh: as for :class:`gemini.GeminiDDP`. Every rank reads the files and keeps its part. With
             ``tp`` and ``ep`` it reads only its slices.
         output_loading_info: return ``(model, info)``, where ``info`` has the missing, unexpected and mismatched keys.
@@ -73,16 +72,17 @@ def from_pretrained(
 
     Raises:
         BudgetExceeded: if the model does not fit, before a weight is read.
+        ImportError: from transformers, if FlashAttention is asked for and cannot run.
         OSError: as transformers, if ``path`` is not a model.
         StorageError: if a file is damaged; the message names it.
         TypeError: if ``adapt`` returns something that is no module.
         ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``. Also if
-            ``adapt`` makes a model that cannot be managed, or if FlashAttention cannot run.
+            ``adapt`` makes a model that cannot be managed.
     """
     need_transformers("gemini.from_pretrained")
     config = (GeminiConfig() if config is None else config).resolved()
-    attention = Attention(attn_implementation, config.precision, config.device)
-    skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, attention=attention, **kwargs)
+    kwargs |= attention_keyword(attn_implementation)
+    skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, **kwargs)
     model = skeleton.manage(config, process_group=process_group, mesh=mesh)
     return (model, info) if output_loading_info else model
 
@@ -92,7 +92,6 @@ def skeleton_from_pretrained(
     *,
     model_class: Any = None,
     adapt: Callable[[Any], Any] | None = None,
-    attention: Attention | None = None,
     **kwargs: Any,
 ) -> tuple[Skeleton, dict[str, Any]]:
     """Make what :func:`from_pretrained` makes before it places anything, with the report of keys."""
@@ -101,10 +100,8 @@ def skeleton_from_pretrained(
         hf_config = _read_config(path, model_class, kwargs)
     if model_class is None:
         model_class = class_of(hf_config)
-    attention = Attention() if attention is None else attention
-    kwargs |= attention.keyword(hf_config, model_class)
     # transformers runs as ever; only the two steps that touch values are ours.
-    with _naming_files(path), _on_meta_tensors() as sources, attention.refused_by_transformers(hf_config):
+    with _naming_files(path), _on_meta_tensors() as sources:
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     # It took a way that does not pass through the replaced steps.
     if not sources:

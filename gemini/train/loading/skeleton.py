@@ -70,6 +70,11 @@ def need_transformers(what: str) -> None:
         ) from e
 
 
+def attention_keyword(asked: Any) -> dict[str, Any]:
+    """``attn_implementation=`` for transformers; nothing where the user leaves the choice to it."""
+    return {} if asked in (None, "auto") else {"attn_implementation": asked}
+
+
 def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
     """Give ``model`` params on the CPU that take no memory instead of its meta params: new ones by the id of old."""
     new: dict[int, nn.Parameter] = {}
