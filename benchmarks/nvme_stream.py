@@ -89,7 +89,9 @@ class Disk:
 
     def _submit(self, submit: Callable[..., int], name: str, number: int, staging: Staging) -> int:
         plane = staging.planes[name]
-        return submit(self.file._fd, plane.data_ptr(), plane.nbytes, self.bases[name] + number * plane.nbytes, False)
+        return submit(
+            self.file._fds[0], plane.data_ptr(), plane.nbytes, self.bases[name] + number * plane.nbytes, False
+        )
 
     def wait(self, tickets: list[int]) -> None:
         for ticket in tickets:

@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
-from gemini.memory.durable.slots import NamedFile
-from gemini.memory.nvme import Extent, SpillFile
+from gemini.memory.durable.slots import SlotFile
+from gemini.memory.nvme import Extent, SpillFile, stripes
 from gemini.train.checkpoint.durable import open_store
 from gemini.train.checkpoint.tensor_file import bytes_of
 
@@ -63,17 +63,20 @@ class Log:
         begin_write, pwrite, sync = SpillFile.begin_write, os.pwrite, os.fdatasync
 
         def slot_write(file: Any, extents: Any) -> Any:
-            if not isinstance(file, NamedFile):
+            if not isinstance(file, SlotFile):
                 return begin_write(file, extents)
-            written: list[tuple[int, bytes]] = []
+            names = [str(path.resolve().relative_to(self.root)) for path in file.paths]
+            written: list[tuple[str, int, bytes]] = []
 
             def noted() -> Iterator[Extent]:
                 for source, offset in extents:
-                    written.append((offset, bytes(bytes_of(source.detach().contiguous().view(-1)))))
+                    data = bytes(bytes_of(source.detach().contiguous().view(-1)))
+                    for drive, at, start, size in stripes(offset, len(data), len(names)):
+                        written.append((names[drive], at, data[start : start + size]))
                     yield Extent(source, offset)
 
-            event, name = begin_write(file, noted()), str(file.path.resolve().relative_to(self.root))
-            self.entries += [Write(name, offset, data, event, time.monotonic_ns()) for offset, data in written]
+            event = begin_write(file, noted())
+            self.entries += [Write(name, at, data, event, time.monotonic_ns()) for name, at, data in written]
             return event
 
         def record_write(fd: int, data: Any, offset: int) -> int:

@@ -36,7 +36,7 @@ from gemini.kernels.arrays import (
     with_scale,
 )
 from gemini.kernels.cuda import CudaKernels
-from gemini.kernels.native import IoQueue, crc32  # noqa: F401
+from gemini.kernels.native import IO_THREADS, IoQueue, crc32  # noqa: F401
 from gemini.kernels.native import native as _native
 from gemini.kernels.native import why_not as _why_not
 from gemini.kernels.nvrtc import Driver, compiler

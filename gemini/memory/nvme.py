@@ -2,7 +2,7 @@
 
 No death of the process leaves the file behind (``O_TMPFILE``, or unlinked at once), every byte is preallocated (a full
 disk is an error at construction, not in the middle of a step), and every failure is a :class:`StorageError` that says
-what to do. ``StripedFile`` is one file made of several, on a drive each.
+what to do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 
 from gemini.errors import StorageError, human_bytes, warn
 from gemini.interrupts import WHOLE
-from gemini.kernels import IoQueue
-from gemini.memory.devices.device import AllOf, Event
+from gemini.kernels import IO_THREADS, IoQueue
+from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, Pages, host_bytes, in_pages
 from gemini.tiers import DRIVE, Tier
 
@@ -71,6 +71,16 @@ class Extent(NamedTuple):
     offset: int
 
 
+class _Piece(NamedTuple):
+    """A request to the queue: its ticket, the memory that it keeps, and where it is in the file of which drive."""
+
+    ticket: int
+    memory: torch.Tensor
+    drive: int
+    num_bytes: int
+    offset: int
+
+
 class FileTransfer(Event):
     """Reads under way that were asked for at once, or writes. It keeps their memory alive until the disk is done with
     it. Any thread may wait for it; the first one takes the tickets and the others the lock.
@@ -80,8 +90,8 @@ class FileTransfer(Event):
         # No latch, as other events have: the queue knows what is over.
         self._error: BaseException | None = None
         self._spill, self._queue, self._what = spill, spill.queue, what
-        self.under_way: list[tuple[int, Extent]] = []
-        """What has begun, with its tickets; it grows until the transfer is handed out."""
+        self.under_way: list[_Piece] = []
+        """What has begun; it grows until the transfer is handed out."""
         self._lock = threading.Lock()
 
     def is_complete(self) -> bool:
@@ -89,7 +99,7 @@ class FileTransfer(Event):
         if not self._lock.acquire(blocking=False):
             return not self.under_way  # somebody waits, and so has the tickets
         try:
-            return all(self._queue.done(ticket) for ticket, _ in self.under_way)
+            return all(self._queue.done(piece.ticket) for piece in self.under_way)
         finally:
             self._lock.release()
 
@@ -107,12 +117,12 @@ class FileTransfer(Event):
         """:meth:`wait` for who does not need to know how it ended."""
         with self._lock:
             while self.under_way:
+                piece = self.under_way[0]
                 try:
-                    self._queue.wait(self.under_way[0][0])
+                    self._queue.wait(piece.ticket)
                 except (OSError, RuntimeError) as e:
                     if self._error is None:
-                        num_bytes, offset = self.under_way[0][1].tensor.nbytes, self.under_way[0][1].offset
-                        self._error = self._spill.failed(self._what, num_bytes, offset, e)
+                        self._error = self._spill.failed(self._what, piece.drive, piece.num_bytes, piece.offset, e)
                 except ValueError:
                     # The ticket was used up by a wait that an interrupt ended when it was over.
                     pass
@@ -128,31 +138,40 @@ class FileTransfer(Event):
 
 
 class SpillFile:
-    """Slots of a nameless file. All offsets and sizes are whole pages; buffers are page-aligned tensors.
+    """Slots of a nameless file, or of one on each of several drives over which all bytes are striped, ``STRIPE`` at a
+    time. All offsets and sizes are whole pages; buffers are page-aligned tensors.
 
     Args:
-        directory: existing and writable.
+        directories: existing and writable, each on a drive of its own.
         num_bytes: allocated on disk at once.
         tier: what its slots are a part of.
 
     Raises:
-        StorageError: if the directory cannot be used or the disk cannot hold ``num_bytes``.
+        StorageError: if a directory cannot be used or a disk cannot hold its share of ``num_bytes``.
     """
 
-    def __init__(self, directory: str | Path, num_bytes: int, tier: Tier = DRIVE):
-        self.directory, self.tier = Path(directory), tier
-        self.num_bytes = num_bytes
-        self._fd, self.direct = self._open_file()
-        # A forked child has the same descriptor and must not end what the parent works with.
+    def __init__(self, directories: str | Path | Sequence[str | Path], num_bytes: int, tier: Tier = DRIVE):
+        several = [directories] if isinstance(directories, (str, Path)) else directories
+        self._directories, self.tier = [Path(directory) for directory in several], tier
+        self.directory = self._directories[0]
+        self.num_bytes = 0
+        self.direct = True
+        """Whether all of it has O_DIRECT."""
+        self._fds: list[int] = []
+        # A forked child has the same descriptors and must not end what the parent works with.
         self._pid = os.getpid()
         self._used = 0  # bytes: where the next new slot begins
         self._given_back: dict[int, list[int]] = {}  # by size: the offsets that are free
         self._queue: IoQueue | None = None
         self._lock = threading.Lock()
-        if not self.direct:
-            warn(f"{self.directory}: no O_DIRECT here, spilling goes through the page cache")
         try:
-            self._extend(0, num_bytes)
+            for number, directory in enumerate(self._directories):
+                fd, direct = self._open(number)
+                self._fds.append(fd)
+                self.direct &= direct
+                if not direct:
+                    warn(f"{directory}: no O_DIRECT here, spilling goes through the page cache")
+            self._extend(num_bytes)
         except StorageError:
             self.close()
             raise
@@ -175,8 +194,7 @@ class SpillFile:
             return self._given_back[size].pop()
         offset, end = self._used, self._used + size
         if end > self.num_bytes:
-            self._extend(self.num_bytes, end - self.num_bytes)
-            self.num_bytes = end
+            self._extend(end)
         self._used = end
         return offset
 
@@ -184,22 +202,23 @@ class SpillFile:
         """Let a slot of the same size be allocated there again. No transfer there may be under way."""
         self._given_back.setdefault(in_pages(num_bytes), []).append(offset)
 
-    def _open_file(self) -> tuple[int, bool]:
-        """The descriptor, and whether it has O_DIRECT."""
-        return _open(self.directory, self.tier)[:2]
+    def _open(self, number: int) -> tuple[int, bool]:
+        """The descriptor of the file on a drive, and whether it has O_DIRECT."""
+        return _open(self._directories[number], self.tier)[:2]
 
-    def _extend(self, start: int, num_bytes: int) -> None:
-        if not num_bytes:
-            return
-        try:
-            # Now and not when it is written: a full disk would be found in the middle of a step.
-            os.posix_fallocate(self._fd, start, num_bytes)
-        except OSError as e:
-            raise StorageError(
-                f"cannot allocate {human_bytes(num_bytes)} in {self.directory} "
-                f"({human_bytes(free_bytes(self.directory))}"
-                f" free): {e.strerror}. Give another {self.tier.value}_path= or a smaller {self.tier.value}= budget"
-            ) from e
+    def _extend(self, end: int) -> None:
+        for number, (fd, directory) in enumerate(zip(self._fds, self._directories, strict=True)):
+            start, stop = (striped_bytes(size, number, len(self._fds)) for size in (self.num_bytes, end))
+            try:
+                if stop > start:
+                    # Now and not when it is written: a full disk would be found in the middle of a step.
+                    os.posix_fallocate(fd, start, stop - start)
+            except OSError as e:
+                raise StorageError(
+                    f"cannot allocate {human_bytes(stop - start)} in {directory} ({human_bytes(free_bytes(directory))}"
+                    f" free): {e.strerror}. Give another {self.tier.value}_path= or a smaller {self.tier.value}= budget"
+                ) from e
+        self.num_bytes = end
 
     def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> Event:
         """Start to fill memory from the file, all extents in one transfer; if one is refused, none is under way.
@@ -222,28 +241,26 @@ class SpillFile:
     def map(self, num_bytes: int, offset: int) -> torch.Tensor:
         """Bytes of the file as a uint8 tensor to be read, whose memory the system can take back at will."""
         pages = Pages(in_pages(num_bytes))
-        for drive, at, start, size in self._parts(offset, num_bytes):
+        for drive, at, start, size in stripes(offset, num_bytes, len(self._fds)):
             try:
-                pages.show(start, size, drive._fd, at)
+                pages.show(start, size, self._fds[drive], at)
             except OSError as e:
-                raise self.failed("map", num_bytes, offset, e) from e
+                raise self.failed("map", drive, num_bytes, offset, e) from e
         return pages.tensor()[:num_bytes]
-
-    def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[SpillFile, int, int, int]]:
-        """Of bytes of the file: the one that has them, where in it, where among them, and how many."""
-        yield self, offset, 0, num_bytes
 
     def close(self) -> None:
         """Give the disk space back."""
-        if self._fd >= 0 and os.getpid() == self._pid:
+        fds, self._fds = self._fds, [-1] * len(self._fds)
+        if os.getpid() == self._pid:
             if self._queue is not None:
-                # The queue first: it uses the descriptor, whose number the next open file gets.
+                # The queue first: it uses the descriptors, whose numbers the next open files get.
                 self._queue.close()
-            os.close(self._fd)
-        self._fd = -1
+            for fd in fds:
+                if fd >= 0:
+                    os.close(fd)
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not _ending() and getattr(self, "_fd", -1) >= 0:  # the system closes what is open at the end
+        if not _ending() and any(fd >= 0 for fd in getattr(self, "_fds", ())):  # at the end the system closes it
             self.close()
 
     @property
@@ -252,14 +269,14 @@ class SpillFile:
         if self._queue is None:
             with self._lock:  # used from several threads
                 # Looked at again under the lock: two threads may have seen None.
-                self._queue = self._queue or IoQueue()
+                self._queue = self._queue or IoQueue(IO_THREADS * len(self._fds))
         return self._queue
 
-    def failed(self, what: str, num_bytes: int, offset: int, cause: Exception) -> StorageError:
+    def failed(self, what: str, drive: int, num_bytes: int, offset: int, cause: Exception) -> StorageError:
         """The error to raise for a failed transfer."""
         error = StorageError(
-            f"could not {what} {human_bytes(num_bytes)} at {offset} of the spill file in {self.directory}: {cause}. "
-            "Check the disk; training can be resumed from the last checkpoint"
+            f"could not {what} {human_bytes(num_bytes)} at {offset} of the spill file in {self._directories[drive]}: "
+            f"{cause}. Check the disk; training can be resumed from the last checkpoint"
         )
         error.__cause__ = cause
         return error
@@ -268,17 +285,17 @@ class SpillFile:
         transfer = FileTransfer(self, what)
         try:
             with WHOLE:  # until the transfer has its ticket, nothing keeps memory that the disk is given
-                for extent in extents:
-                    tensor, offset = extent
+                for tensor, offset in extents:
                     num_bytes, address = tensor.nbytes, tensor.data_ptr()
                     # O_DIRECT would refuse it with an error that says nothing of why.
                     assert tensor.is_contiguous() and address % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
                     assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes)
-                    try:
-                        ticket = submit(self._fd, address, num_bytes, offset, urgent)
-                    except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
-                        raise self.failed(what, num_bytes, offset, e) from e
-                    transfer.under_way.append((ticket, extent))
+                    for drive, at, start, size in stripes(offset, num_bytes, len(self._fds)):
+                        try:
+                            ticket = submit(self._fds[drive], address + start, size, at, urgent)
+                        except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
+                            raise self.failed(what, drive, size, at, e) from e
+                        transfer.under_way.append(_Piece(ticket, tensor, drive, size, at))
         except BaseException:
             # Whoever asked gives this memory to others when it raises.
             transfer.wait_until_over()
@@ -286,82 +303,8 @@ class SpillFile:
         return transfer
 
 
-class StripedFile(SpillFile):
-    """Slots of a file whose bytes lie in turn, ``STRIPE`` at a time, in files of several drives: a transfer is one of
-    all of them at once.
-
-    Args:
-        drives: made for this, empty, each in a directory of its own.
-    """
-
-    def __init__(self, drives: Sequence[SpillFile], num_bytes: int, tier: Tier = DRIVE):
-        self._drives = drives
-        super().__init__(drives[0].directory, num_bytes, tier)
-
-    def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> Event:
-        if len(self._drives) == 1:
-            return self._drives[0].begin_read(extents, urgent=urgent)
-        return self._on_drives([list(extents)], lambda drive, parts: drive.begin_read(parts, urgent=urgent))
-
-    def begin_write(self, extents: Iterable[Extent]) -> Event:
-        if len(self._drives) == 1:
-            return self._drives[0].begin_write(extents)
-        # One by one: the next one is asked for when the one before it has been begun.
-        return self._on_drives(([extent] for extent in extents), lambda drive, parts: drive.begin_write(parts))
-
-    def close(self) -> None:
-        for drive in self._drives:
-            drive.close()
-
-    def _open_file(self) -> tuple[int, bool]:
-        # No file of its own; each of the others has said what it lacks.
-        return -1, True
-
-    def _extend(self, start: int, num_bytes: int) -> None:
-        for number, drive in enumerate(self._drives):
-            length = striped_bytes(start + num_bytes, number, len(self._drives))
-            drive._extend(drive.num_bytes, length - drive.num_bytes)
-            drive.num_bytes = length
-
-    def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[SpillFile, int, int, int]]:
-        for number, at, start, size in stripes(offset, num_bytes, len(self._drives)):
-            yield self._drives[number], at, start, size
-
-    def _on_drives(self, batches: Iterable[list[Extent]], begin: Callable[[SpillFile, list[Extent]], Event]) -> Event:
-        """Begin what each drive has of a batch, one drive after the other."""
-        begun: list[Event] = []
-        try:
-            with WHOLE:  # until it is in the list, nobody waits for what was begun
-                for batch in batches:
-                    for drive, parts in self._cut(batch).items():
-                        begun.append(begin(drive, parts))
-        except BaseException:
-            # Whoever asked gives this memory to others when it raises.
-            for event in begun:
-                event.wait_until_over()
-            raise
-        return AllOf(begun)
-
-    def _cut(self, extents: list[Extent]) -> dict[SpillFile, list[Extent]]:
-        found: dict[SpillFile, list[Extent]] = {}
-        for tensor, offset in extents:
-            assert tensor.is_contiguous(), "unaligned transfer"
-            flat, size_of = tensor.view(-1), tensor.element_size()
-            for drive, at, start, size in self._parts(offset, tensor.nbytes):
-                part = flat[start // size_of : (start + size) // size_of]
-                found.setdefault(drive, []).append(Extent(part, at))
-        return found
-
-
-def spill_file(directories: Sequence[Path], num_bytes: int, tier: Tier = DRIVE) -> SpillFile:
-    """A nameless file in a directory, or striped over several; as :class:`SpillFile`."""
-    if len(directories) == 1:
-        return SpillFile(directories[0], num_bytes, tier)
-    return StripedFile([SpillFile(directory, 0, tier) for directory in directories], num_bytes, tier)
-
-
 def stripes(offset: int, num_bytes: int, drives: int) -> Iterator[tuple[int, int, int, int]]:
-    """Of bytes of a striped file: the number of the drive, where in its file, where among them, and how many."""
+    """Of bytes of a file: the number of the drive, where in its file, where among them, and how many."""
     done = 0
     while done < num_bytes:
         stripe, inside = divmod(offset + done, STRIPE)

@@ -36,7 +36,7 @@ def noise(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def on_disk(spill: SpillFile) -> int:
-    return os.fstat(spill._fd).st_blocks * 512
+    return os.fstat(spill._fds[0]).st_blocks * 512
 
 
 @pytest.fixture(params=["O_TMPFILE", "unlinked"])
@@ -91,7 +91,7 @@ def test_direct_or_said_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         spill = SpillFile(tmp_path, PAGE)
-    has_flag = bool(fcntl.fcntl(spill._fd, fcntl.F_GETFL) & os.O_DIRECT)
+    has_flag = bool(fcntl.fcntl(spill._fds[0], fcntl.F_GETFL) & os.O_DIRECT)
     assert spill.direct == has_flag
     assert bool(caught) == (not spill.direct)
     spill.close()
@@ -113,7 +113,7 @@ def test_direct_or_said_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 
 def test_preallocated_to_the_byte(tmp_path: Path, naming: str) -> None:
     spill = SpillFile(tmp_path, 8 * MIB)
-    assert os.fstat(spill._fd).st_size == 8 * MIB
+    assert os.fstat(spill._fds[0]).st_size == 8 * MIB
     assert 8 * MIB <= on_disk(spill) <= 8 * MIB + 64 * 1024
     spill.allocate(8 * MIB)
     offset = spill.allocate(MIB)  # grows: allocated at once as well
@@ -331,7 +331,7 @@ def test_an_io_error_names_file_and_remedy(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
     spill = SpillFile(tmp_path, 4 * PAGE)
-    os.ftruncate(spill._fd, 2 * PAGE)
+    os.ftruncate(spill._fds[0], 2 * PAGE)
     with pytest.raises(StorageError, match="the file ends at byte 8192"):
         spill.read(host_bytes(4 * PAGE), 0)
     spill.close()

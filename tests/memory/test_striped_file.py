@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 import gemini
 from gemini.memory import nvme
 from gemini.memory.devices.pages import PAGE, host_bytes
-from gemini.memory.nvme import Extent, SpillFile, StripedFile, spill_file, striped_bytes, striped_free_bytes, stripes
+from gemini.memory.nvme import Extent, SpillFile, striped_bytes, striped_free_bytes, stripes
 from tests.train.helpers import adam, assert_same_snapshot, gpt2, make_config, snapshot, train
 from tests.world import world_of
 
@@ -34,7 +33,7 @@ def drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_read_is_what_was_written(seed: int, drives: list[Path]) -> None:
     rng, expected = random.Random(seed), bytearray(PAGES * PAGE)
-    file = spill_file(drives, PAGES * PAGE)
+    file = SpillFile(drives, PAGES * PAGE)
     start = file.allocate(PAGES * PAGE)
     under_way: list[tuple[Any, Any, int, int]] = []
     for _ in range(40):
@@ -62,32 +61,6 @@ def test_what_is_read_is_what_was_written(seed: int, drives: list[Path]) -> None
     file.close()
 
 
-def test_a_drive_is_asked_once_for_all_that_a_read_takes_of_it(
-    drives: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = spill_file(drives, 60 * PAGE)
-    start = file.allocate(60 * PAGE)
-    extents = [Extent(host_bytes(20 * PAGE), start + 30 * number * PAGE) for number in (0, 1)]
-    for number, extent in enumerate(extents):
-        extent.tensor.fill_(number + 1)
-    begin, asked = SpillFile._begin, list[tuple[Path, str, int]]()
-
-    def note(drive: SpillFile, what: str, submit: Any, parts: Any, urgent: bool) -> Any:
-        parts = list(parts)
-        asked.append((drive.directory, what, len(parts)))
-        return begin(drive, what, submit, parts, urgent)
-
-    monkeypatch.setattr(SpillFile, "_begin", note)
-    file.begin_write(extents).wait()
-    assert len(asked) == 6, "a write asks for the next extent when the one before it has been begun"
-    asked.clear()
-    again = [Extent(host_bytes(20 * PAGE), offset) for _, offset in extents]
-    file.begin_read(again).wait()
-    assert sorted(directory for directory, _, _ in asked) == drives
-    assert all(torch.equal(found.tensor, extent.tensor) for found, extent in zip(again, extents, strict=True))
-    file.close()
-
-
 def test_every_byte_has_one_place_and_drives_have_equal_shares(drives: list[Path]) -> None:
     for num_bytes in (0, PAGE, 3 * PAGE, 10 * PAGE, 27 * PAGE, 28 * PAGE):
         found = list(stripes(0, num_bytes, 3))
@@ -99,21 +72,18 @@ def test_every_byte_has_one_place_and_drives_have_equal_shares(drives: list[Path
             for at, size in own:
                 assert at == end, "one behind the other"
                 end += size
-    file = spill_file(drives, 100 * PAGE)
-    assert isinstance(file, StripedFile)
-    taken = [os.fstat(drive._fd).st_size // PAGE for drive in file._drives]
+    file = SpillFile(drives, 100 * PAGE)
+    taken = [os.fstat(fd).st_size // PAGE for fd in file._fds]
     assert taken == [34, 33, 33], "all is allocated at once"
     file.allocate(100 * PAGE)
     file.allocate(9 * PAGE)
-    assert [os.fstat(drive._fd).st_size // PAGE for drive in file._drives] == [37, 36, 36]
+    assert [os.fstat(fd).st_size // PAGE for fd in file._fds] == [37, 36, 36]
     file.close()
-    assert type(spill_file(drives[:1], PAGE)) is SpillFile
 
 
 def test_a_drive_that_fails_is_named(drives: list[Path]) -> None:
-    file = spill_file(drives, 30 * PAGE)
-    assert isinstance(file, StripedFile)
-    os.ftruncate(file._drives[1]._fd, 0)
+    file = SpillFile(drives, 30 * PAGE)
+    os.ftruncate(file._fds[1], 0)
     with pytest.raises(gemini.StorageError, match=f"could not read .* of the spill file in {drives[1]}"):
         file.read(host_bytes(30 * PAGE), 0)
     file.close()
@@ -130,7 +100,7 @@ def test_a_full_drive_is_named_and_nothing_stays(drives: list[Path], monkeypatch
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(gemini.StorageError, match=f"cannot allocate .* in {drives[2]}"):
-        spill_file(drives, 30 * PAGE)
+        SpillFile(drives, 30 * PAGE)
 
 
 class Stat(NamedTuple):

@@ -538,4 +538,4 @@ def test_an_engine_may_be_collected_among_fake_tensors(monkeypatch: pytest.Monke
         del model
         gc.collect()
         assert noise(1).shape == (1,)
-    assert said == [] and spill._fd == -1
+    assert said == [] and spill._fds == [-1]

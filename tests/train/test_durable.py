@@ -190,8 +190,8 @@ def test_a_missing_barrier_of_one_of_several_drives_is_found(tmp_path: Path, mon
     monkeypatch.setattr(nvme, "STRIPE", 2 * PAGE)
 
     def all_but_the_last(slots: SlotFile) -> None:
-        for file in slots._files[:-1]:
-            file.sync()
+        for fd in slots._fds[:-1]:
+            os.fdatasync(fd)
 
     with mock.patch.object(SlotFile, "sync", all_but_the_last):
         assert images(tmp_path, 30, drives=3)
@@ -448,7 +448,7 @@ class Failing:
                     try:
                         refusing()
                     except OSError as e:
-                        raise file.failed("write", source.nbytes, offset, e) from e
+                        raise file.failed("write", 0, source.nbytes, offset, e) from e
                     yield Extent(source, offset)
 
             return begin_write(file, asked())

@@ -190,7 +190,7 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
         }  # fmt: skip
         return
     world = world_of(model)
-    others = spill_bytes(os.getpid()) - os.fstat(world.spill._fd).st_blocks * 512 if world.spill else 0
+    others = spill_bytes(os.getpid()) - os.fstat(world.spill._fds[0]).st_blocks * 512 if world.spill else 0
     train(model)
     report = model.memory_report()
     chunks = world.layout.chunks
@@ -213,7 +213,7 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
     assert report["cpu"]["peak"] <= report["cpu"]["budget"]
     assert report["nvme"]["peak"] == report["nvme"]["used"] == on[Tier.NVME]
     if world.spill is not None:
-        assert os.fstat(world.spill._fd).st_size == on[Tier.NVME]
+        assert os.fstat(world.spill._fds[0]).st_size == on[Tier.NVME]
         assert 0 <= spill_bytes(os.getpid()) - others - on[Tier.NVME] <= 64 * 1024
     # (b) 12 bytes per param, padding included, within 2 % (1.3 % on layers this small); kind by kind.
     params = sum(p.numel() for p in model.parameters())

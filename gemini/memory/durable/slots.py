@@ -29,7 +29,7 @@ from gemini.errors import StorageError, of_storage
 from gemini.kernels import crc32
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
-from gemini.memory.nvme import Extent, SpillFile, StripedFile, probe
+from gemini.memory.nvme import Extent, SpillFile, probe
 
 ZEROS = 2
 """In place of a slot's number: never written, all zeros."""
@@ -208,28 +208,7 @@ class SlotPair:
             yield (begin - first) * PAGE, (end - first) * PAGE, slot, self._place(slot % ZEROS, begin * PAGE)
 
 
-class NamedFile(SpillFile):
-    """A file that is kept: made if it is not there, and its content is not touched."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        super().__init__(path.parent, 0)
-
-    def _open_file(self) -> tuple[int, bool]:
-        direct = probe(self.path.parent).direct
-        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
-        with of_storage(f"{self.path} cannot be opened"):
-            return os.open(self.path, flags, 0o600), direct
-
-    def sync(self) -> None:
-        """As :meth:`SlotFile.sync`, of this file."""
-        try:
-            os.fdatasync(self._fd)
-        except OSError as e:
-            raise self.failed("write out", self.num_bytes, 0, e) from e
-
-
-class SlotFile(StripedFile):
+class SlotFile(SpillFile):
     """The slots of one rank, in a file with a name, or striped over several on a drive each.
 
     Args:
@@ -241,11 +220,16 @@ class SlotFile(StripedFile):
     """
 
     def __init__(self, paths: Sequence[Path], sizes: Mapping[str, int]):
-        self.path = paths[0]
-        self._files = [NamedFile(path) for path in paths]
-        super().__init__(self._files, 2 * sum(sizes.values()))
+        self.paths = paths
+        super().__init__([path.parent for path in paths], 2 * sum(sizes.values()))
         self.pairs = {name: SlotPair(self, self.allocate(2 * size), size) for name, size in sizes.items()}
         self._refusal: BaseException | None = None
+
+    def _open(self, number: int) -> tuple[int, bool]:
+        path = self.paths[number]
+        direct = probe(path.parent).direct
+        with of_storage(f"{path} cannot be opened"):
+            return os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600), direct
 
     def sync(self) -> None:
         """Every write that is over has reached its drive when this returns.
@@ -253,8 +237,11 @@ class SlotFile(StripedFile):
         Raises:
             StorageError: if a drive says that it has not.
         """
-        for file in self._files:
-            file.sync()
+        for drive, fd in enumerate(self._fds):
+            try:
+                os.fdatasync(fd)
+            except OSError as e:
+                raise self.failed("write out", drive, self.num_bytes, 0, e) from e
 
     def refuse_writes(self, why: BaseException) -> None:
         """A commit record may be on the drive or not: what it and the one before it name must both stay. Never taken
@@ -265,7 +252,7 @@ class SlotFile(StripedFile):
     def begin_write(self, extents: Iterable[Extent]) -> Event:
         if self._refusal is not None:
             raise StorageError(
-                f"{self.path.parent}: nothing can be written since a commit failed ({self._refusal}). Start the "
+                f"{self.directory}: nothing can be written since a commit failed ({self._refusal}). Start the "
                 "program again and load the store: it goes on from its last commit"
             ) from self._refusal
         return super().begin_write(extents)

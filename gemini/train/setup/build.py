@@ -11,7 +11,6 @@ import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.transfers import Lane, Transfers
-from gemini.memory.nvme import SpillFile, spill_file
+from gemini.memory.nvme import SpillFile
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
@@ -121,7 +120,7 @@ def build(
     durable = _open_store(config, problem, ranks)
     in_store = 0 if durable is None else durable.slots.num_bytes
     files = {
-        tier: spill_file([Path(path) for path in paths], needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
+        tier: SpillFile(paths, needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
         for tier in FILED
         if (paths := config.memory.paths_of(tier))
     }
