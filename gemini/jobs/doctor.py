@@ -34,7 +34,7 @@ from gemini.machines.measure import measure
 from gemini.memory import nvme
 from gemini.memory.devices.cuda import prefer_expandable_segments
 from gemini.memory.durable.folder import holder, is_store, last_commit, stores
-from gemini.memory.system import memory_limit
+from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
 from gemini.train.checkpoint.durable import open_store
@@ -114,6 +114,9 @@ def _memory() -> Iterator[str]:
     limit = memory_limit()
     if limit is not None:
         yield f"limited to {human_bytes(limit)} by a control group"
+    nodes = memory_nodes()
+    if len(nodes) > 1:
+        yield f"of {len(nodes)} NUMA nodes: states are spread over them, weights and gradients are near their GPU"
 
 
 def _gpus() -> Iterator[str]:

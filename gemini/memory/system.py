@@ -10,6 +10,7 @@ import psutil
 
 _GROUPS = Path("/sys/fs/cgroup")
 _CACHES = Path("/sys/devices/system/cpu")
+_PCI = Path("/sys/bus/pci/devices")
 
 
 def memory_bytes() -> int:
@@ -87,3 +88,23 @@ def num_cores(cpus: Path = _CACHES) -> int:
         except OSError:
             cores.add(str(number))
     return len(cores)
+
+
+def memory_nodes(process: Path = Path("/proc/self/status")) -> tuple[int, ...]:
+    """The NUMA nodes whose memory this process may have; none where the system does not say."""
+    try:
+        lines = process.read_text().splitlines()
+    except OSError:
+        return ()
+    listed = next((line.split()[1] for line in lines if line.startswith("Mems_allowed_list:")), "")
+    bounds = [part.partition("-") for part in listed.split(",") if part]
+    return tuple(node for first, _, last in bounds for node in range(int(first), int(last or first) + 1))
+
+
+def node_of_pci(address: str, devices: Path = _PCI) -> int | None:
+    """The NUMA node that a card is at, by its address on the bus ("0000:41:00.0"); None where the system names none."""
+    try:
+        node = int((devices / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None

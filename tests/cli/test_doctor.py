@@ -33,6 +33,11 @@ def test_doctor_speaks_of_every_part(gemini_command: Command) -> None:
         assert re.search(rf"{name}( \d|,|$)", result.stdout, re.M), "with its version, or as not installed"
 
 
+def test_doctor_says_how_states_lie_in_several_nodes(gemini_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemini.jobs.doctor.memory_nodes", lambda: (0, 1))
+    assert "of 2 NUMA nodes: states are spread over them" in " ".join(gemini_command.ok("doctor").stdout.split())
+
+
 def test_doctor_tries_a_folder(gemini_command: Command, tmp_path: Path) -> None:
     result = gemini_command.ok("doctor", "--nvme-path", tmp_path)
     said = result.stdout.split("NVMe\n")[1]

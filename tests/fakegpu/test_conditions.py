@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import gemini
-from gemini.memory.devices.cuda import PinnedPages
+from gemini.memory.devices import pinned as pinned_memory
+from gemini.memory.devices.pinned import PAGE, PinnedArena, PinnedPages
 from tests.fakegpu.test_counts import Blocks
 from tests.gpu import gpu_cases
 
@@ -65,25 +66,46 @@ def test_forked_data_loaders(pinned: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["all on the host", "mixed"])
+def test_small_arenas(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing fits what was reserved: every buffer has a stretch of its own."""
+    wanted = train(where, tmp_path)
+    sizes = _little_at_a_time(monkeypatch)
+    assert_same(train(where, tmp_path), wanted)
+    assert len(sizes) > 5, "weights, gradients and staging: states are not registered"
+
+
+def _little_at_a_time(monkeypatch: pytest.MonkeyPatch, allowed: int = 10**9) -> list[int]:
+    """Reserve one page, and stretches as small as what is asked for; the driver agrees so many times. Bytes by call."""
+    register, reserve, sizes = PinnedPages.register, PinnedArena.reserve, list[int]()
+
+    def registered(pages: PinnedPages, node: int | None) -> None:
+        sizes.append(pages.num_bytes)
+        if len(sizes) > allowed:
+            raise RuntimeError("CUDA error 2")
+        register(pages, node)
+
+    def reserved(arena: PinnedArena, wanted: Sequence[int]) -> int:
+        reserve(arena, [PAGE])
+        return len(wanted)
+
+    monkeypatch.setattr(PinnedPages, "register", registered)
+    monkeypatch.setattr(PinnedArena, "reserve", reserved)
+    monkeypatch.setattr(pinned_memory, "HUGE_PAGE", PAGE)
+    return sizes
+
+
+@pytest.mark.parametrize("where", ["all on the host", "mixed"])
 @pytest.mark.parametrize("allowed", [0, 1, 3])
 def test_page_locking_that_is_refused(
     allowed: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From some buffer on: told once, and what cannot be locked is pageable."""
+    """From some call on: told once, and what cannot be locked is pageable."""
     wanted = train(where, tmp_path)
-    make, sizes = PinnedPages.__init__, list[int]()
-
-    def made(pages: PinnedPages, num_bytes: int, device: torch.device) -> None:
-        sizes.append(num_bytes)
-        if len(sizes) > allowed:
-            raise RuntimeError("CUDA error 2")
-        make(pages, num_bytes, device)
-
-    monkeypatch.setattr(PinnedPages, "__init__", made)
+    sizes = _little_at_a_time(monkeypatch, allowed)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert_same(train(where, tmp_path), wanted)
-    assert len(sizes) > 5, "weights, gradients and staging: states are not registered"
+    assert len(sizes) == allowed + 1, "nobody asks again"
     assert ["cannot be registered" in str(one.message) for one in said] == [True]
 
 

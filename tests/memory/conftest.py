@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 from cuda_runtime import Runtime
 
-from gemini.memory.devices.cuda import CudaDevice, PinnedPages
+from gemini.memory.devices.cuda import CudaDevice
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    yield Runtime(monkeypatch)
-    # What outlives the test has no runtime that could forget it.
-    for pages in gc.get_objects():
-        if isinstance(pages, PinnedPages):
-            pages._registered = False
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    return Runtime(monkeypatch)
 
 
 @pytest.fixture

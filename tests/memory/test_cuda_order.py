@@ -21,6 +21,7 @@ from gemini.errors import GeminiError
 from gemini.memory.devices import cuda, cuda_windows
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.device import Event
+from gemini.memory.devices.pages import Pages
 from gemini.waiting import Latch, await_latch
 
 
@@ -153,45 +154,138 @@ def test_who_waits_for_a_gpu_lets_others_wait(
     worker.join()
 
 
-def test_host_buffers_are_registered_until_they_go(runtime: Runtime, device: CudaDevice) -> None:
+def test_host_memory_is_registered_once_and_cut_up(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(7 * 4096)
+    [(base, size)] = runtime.registered.items()
+    assert size == 7 * 4096 and base % 2**21 == 0
     first, second = device.make_host_buffer(8192), device.make_host_buffer(4095)
-    assert runtime.registered == {first.data_ptr(): 8192, second.data_ptr(): 4096} and second.numel() == 4095
-    assert int(first.count_nonzero()) == int(second.count_nonzero()) == 0
+    assert (first.data_ptr(), second.data_ptr()) == (base, base + 8192)
+    assert int(first.count_nonzero()) == int(second.count_nonzero()) == 0 and second.numel() == 4095
+    first.fill_(7)
     view = first[4096:].view(torch.int32)
-    del first, second
+    del first
     gc.collect()
-    assert list(runtime.registered.values()) == [8192], "a view is as good"
+    assert [stretch.arena.used for stretch in device.pinned._stretches] == [3 * 4096], "a view is as good"
     del view
     gc.collect()
-    assert not runtime.registered
+    assert [stretch.arena.used for stretch in device.pinned._stretches] == [4096]
+    fourth = device.make_host_buffer(4 * 4096, zeroed=False)
+    again = device.make_host_buffer(8192)
+    assert again.data_ptr() == base, "its size fits exactly"
+    assert fourth.data_ptr() != base and int(again.count_nonzero()) == 0, "what was left in it is gone"
+    del again
+    assert int(device.make_host_buffer(8192, zeroed=False).count_nonzero()) == 0
+    assert len(runtime.registered) == 1
+    assert sum(stretch.arena.size for stretch in device.pinned._stretches) == 7 * 4096
 
 
-def test_host_memory_outlives_its_device(runtime: Runtime, device: CudaDevice) -> None:
+def test_what_is_left_in_a_range_shows_only_to_who_allows_it(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(4096)
+    device.make_host_buffer(4096).fill_(7)
+    assert device.make_host_buffer(4096, zeroed=False).unique().tolist() == [7]
+    assert device.make_host_buffer(4096).unique().tolist() == [0]
+
+
+def test_more_is_registered_where_it_does_not_fit_and_given_back(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(4096)
+    inside, outside = device.make_host_buffer(4096), device.make_host_buffer(4096)
+    beside = device.make_host_buffer(4096)
+    assert list(runtime.registered.values()) == [4096, 2**21]
+    assert beside.data_ptr() == outside.data_ptr() + 4096
+    del outside, inside
+    gc.collect()
+    assert len(runtime.registered) == 2, "one stays for what is planned, in the other one there is still something"
+    beside.fill_(1)
+    del beside
+    gc.collect()
+    assert list(runtime.registered.values()) == [4096]
+
+
+def test_memory_outlives_its_registration_and_its_device(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(8192)
     kept = device.make_host_buffer(4096)
     device.close()
-    assert kept.fill_(3).unique().tolist() == [3] and len(runtime.registered) == 1
-    del kept
+    assert not runtime.registered
+    kept.fill_(3)
+    other = CudaDevice(torch.device("cuda", 1))
+    late = other.make_host_buffer(4096)
+    del other
+    gc.collect()
+    assert late.fill_(4).unique().tolist() == [4] and kept.unique().tolist() == [3]
+    assert len(runtime.registered) == 1
+    del late, kept
     gc.collect()
     assert not runtime.registered, "unregistered before the addresses went"
 
 
 def test_without_registered_memory_it_goes_on_and_says_so_once(runtime: Runtime, device: CudaDevice) -> None:
     runtime.refusal = 2
-    with pytest.warns(UserWarning, match=r"8 KiB .*be registered with the CUDA driver \(CUDA error 2\).*cpu= budget"):
+    with pytest.warns(UserWarning, match=r"cannot be registered with the CUDA driver \(CUDA error 2\).*cpu= budget"):
         buffer = device.make_host_buffer(8192)
     assert int(buffer.count_nonzero()) == 0 and runtime.said() == ["the last error is forgotten"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         device.make_host_buffer(8192)
+        device.reserve_host(8192)
     device.close()
 
 
-def test_what_is_refused_is_pageable_and_what_fits_is_not(runtime: Runtime, device: CudaDevice) -> None:
-    runtime.most_registered = 3 * 8192
+def test_a_refused_reservation_is_told_at_once_and_what_there_is_is_used(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(8192)
+    runtime.refusal = 2
     with pytest.warns(UserWarning, match="cannot be registered"):
-        buffers = [device.make_host_buffer(size) for size in (8192, 8192, 16384, 4096)]
-    assert [buffer.data_ptr() in runtime.registered for buffer in buffers] == [True, True, False, True]
+        device.reserve_host(2**30)
+    [(base, _)] = runtime.registered.items()
+    assert device.make_host_buffer(8192).data_ptr() == base
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def addresses_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page is touched: memory of a size that this machine does not have."""
+    monkeypatch.setattr(Pages, "touch", lambda pages: None)
+
+
+def test_921_gib_are_registered_in_pieces_that_hold_whole_planes(
+    runtime: Runtime, device: CudaDevice, addresses_alone: None
+) -> None:
+    planes = [(f"weights of chunk {number}", 9 * GIB) for number in range(102)]
+    device.reserve_host(921 * GIB, planes)  # the runtime refuses more than 64 in one call
+    assert [size // GIB for size in runtime.registered.values()] == [57, *[63] * 13, 45], "3 are staging"
+    buffers = [device.make_host_buffer(num_bytes) for _, num_bytes in planes]
+    assert len(runtime.registered) == 15, "every plane found a place"
+    for buffer in buffers:
+        start, stop = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        whole = [start >= base and stop <= base + size for base, size in runtime.registered.items()]
+        assert sum(whole) == 1, "in one piece, or a copy would fail"
+
+
+def test_a_refusal_in_the_middle_keeps_what_there_is_and_says_from_which_plane_on(
+    runtime: Runtime, device: CudaDevice, addresses_alone: None
+) -> None:
+    runtime.most_registered = 100 * GIB
+    planes = [(f"{kind} of chunk {number}", 8 * GIB) for number in range(10) for kind in ("weights", "grad")]
+    with pytest.warns(UserWarning, match="it took 98 GiB, and not the 64 GiB from weights of chunk 6 on"):
+        device.reserve_host(162 * GIB, planes)
     assert runtime.said() == ["the last error is forgotten"]
+    buffers = [device.make_host_buffer(num_bytes) for _, num_bytes in planes]
+    ranges = [(base, base + size) for base, size in runtime.registered.items()]
+    inside = [any(first <= buffer.data_ptr() < last for first, last in ranges) for buffer in buffers]
+    assert inside == [True] * 12 + [False] * 8 and sum(runtime.registered.values()) == 98 * GIB
+
+
+def test_a_buffer_that_is_larger_than_drivers_take_goes_without(
+    runtime: Runtime, device: CudaDevice, addresses_alone: None
+) -> None:
+    with pytest.warns(UserWarning, match="65 GiB in one piece are more than drivers take"):
+        device.make_host_buffer(65 * GIB)
+    assert not runtime.registered
+
+
+def test_what_the_host_alone_works_on_is_not_registered(runtime: Runtime, device: CudaDevice) -> None:
+    assert int(device.make_kept_buffer(8192).count_nonzero()) == 0 and not runtime.registered
 
 
 def test_the_end_waits_for_everything(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:

@@ -18,7 +18,6 @@ import torch
 
 from gemini.memory.chunks.states import USE_TABLE, Use, UseChange, step
 from gemini.memory.devices.device import DONE, Device, Event, Window
-from gemini.memory.devices.pages import host_bytes
 from gemini.memory.durable.slots import SlotPair
 from gemini.memory.nvme import Extent, SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
@@ -253,7 +252,7 @@ def make_plane(
         return FilePlane(file, numel, dtype)
     assert not tier.in_files, f"no file for {tier}"
     # In whole pages, as they were reserved; the plane is what it needs of them.
-    make_here = device.make_host_buffer if crosses else host_bytes
+    make_here = device.make_host_buffer if crosses else device.make_kept_buffer
     make = device.make_buffer if tier is Tier.GPU else make_here
     memory = make(spec.page_bytes(numel))[: spec.num_bytes(numel)]
     return MemoryPlane(memory.view(dtype), tier, device, block=spec.block)

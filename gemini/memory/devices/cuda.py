@@ -6,11 +6,11 @@ computing streams were given before it, or only after the event that it is told 
 waiting, so host code goes on at once. Who reads the copied bytes on the GPU lets the computing stream wait
 (``Event.wait_on_device``), who reads them on the host waits itself.
 
-Three things need care. Copies are asynchronous only from and to page-locked memory, so host buffers are registered
-with the driver, one by one (:class:`PinnedPages`). The caching allocator knows nothing of copy streams: windows keep
-the order of their blocks themselves (:mod:`gemini.memory.devices.cuda_windows`, with the whole argument), and other
-tensors are recorded on the stream of the copy. And the current device is a setting of each thread, so nothing here
-relies on it: worker threads may call everything.
+Three things need care. Copies are asynchronous only from and to page-locked memory, so host buffers are cut out of one
+registered stretch (:mod:`gemini.memory.devices.pinned`). The caching allocator knows nothing of copy streams: windows
+keep the order of their blocks themselves (:mod:`gemini.memory.devices.cuda_windows`, with the whole argument), and
+other tensors are recorded on the stream of the copy. And the current device is a setting of each thread, so nothing
+here relies on it: worker threads may call everything.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -31,50 +31,14 @@ from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.interrupts import call_without_grad
 from gemini.memory.devices.cuda_windows import SMALL, CopyStreams, CudaEvent, CudaWindow, WindowMemory
 from gemini.memory.devices.device import Device, Event
-from gemini.memory.devices.pages import PAGE, Pages, Window, in_pages
+from gemini.memory.devices.pages import PAGE, Window, host_bytes
+from gemini.memory.devices.pinned import PinnedArena
+from gemini.memory.system import memory_nodes, node_of_pci
 from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
 from gemini.tiers import Tier
 
 _STREAMS_OF_TORCH = 32
 """How many streams torch has for a device before it gives the first one again."""
-
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
-
-
-class PinnedPages(Pages):
-    """Host pages that the CUDA driver knows and keeps in place, so that a GPU's copy engines reach them by themselves
-    and at full speed. (torch's own pinned allocator rounds sizes up to powers of two.) They may go on any thread, also
-    inside a collection.
-
-    Raises:
-        RuntimeError: if the driver refuses.
-        MemoryError: if the system has no more.
-    """
-
-    _registered = False
-
-    def __init__(self, num_bytes: int, device: torch.device):
-        super().__init__(num_bytes)
-        # Present before that, by several threads: the driver would do it with one, under a lock of the whole machine.
-        self.touch()
-        with torch.cuda.device(device):
-            _check(torch.cuda.cudart().cudaHostRegister(self.address, num_bytes, _PORTABLE))
-        self._registered = True
-
-    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if _ending():
-            return
-        try:  # before the addresses go: the driver would hold what is no longer there
-            if self._registered and os.getpid() == self._pid:
-                _check(torch.cuda.cudart().cudaHostUnregister(self.address))
-        finally:
-            super().__del__()
-
-
-def _check(error: object) -> None:
-    """Raise what a call of the CUDA runtime returned; torch's names do not cover every number."""
-    if int(error) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(f"CUDA error {int(error)}")  # type: ignore[call-overload]
 
 
 class _OfThread(threading.local):
@@ -91,6 +55,8 @@ class CudaDevice(Device):
     def __init__(self, torch_device: torch.device):
         index = torch_device.index if torch_device.index is not None else _own_gpu()
         self.torch_device = torch.device("cuda", index)
+        self.pinned = PinnedArena(self.torch_device, _node_of(self.torch_device))
+        self._nodes = memory_nodes()
         # Reentrant: `copy` and `mark` ask for the computing streams under it.
         self.lock = threading.RLock()
         self._copying: dict[str, CopyStreams] = {}
@@ -101,7 +67,7 @@ class CudaDevice(Device):
         self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
         self._computing: dict[int, torch.cuda.Stream] = {}
         self._memory = WindowMemory(self)
-        self._was_refused = False  # by the driver, to register host memory: it is told once
+        self._can_pin = mmap.PAGESIZE == PAGE
         self._before = 0  # bytes of tensors that were there before the model
         self.keeps_windows = self._memory.is_private
 
@@ -137,24 +103,49 @@ class CudaDevice(Device):
         limit(self, self.torch_device, budget if limited else None)
         self._before = max(torch.cuda.memory_allocated(self.torch_device) - freed, 0)
 
-    def make_host_buffer(self, num_bytes: int) -> torch.Tensor:
-        if mmap.PAGESIZE == PAGE:
-            try:
-                return PinnedPages(in_pages(num_bytes), self.torch_device).tensor()[:num_bytes]
-            except (RuntimeError, MemoryError) as e:
-                # Before anything is launched: the next kernel would raise it as its own.
-                _forget_error(self.torch_device)
-                if not self._was_refused:
-                    self._was_refused = True
-                    warn(
-                        f"{human_bytes(num_bytes)} of host memory cannot be registered with the CUDA driver ({e}): "
-                        "copies of it, and of what else is refused, are slower and wait for each other. Free host "
-                        "memory (under WSL2 at most half of it can be registered), or give a smaller cpu= budget"
-                    )
-        return super().make_host_buffer(num_bytes)
+    def reserve_host(self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()) -> None:
+        rest = num_bytes - sum(size for _, size in planes)
+        # First what is small and used by every tile.
+        named = [("what is staged", rest), *planes] if rest > 0 else [*planes]
+        if not self._can_pin or not named:
+            return
+        try:
+            count = self.pinned.reserve([size for _, size in named])
+        except (RuntimeError, MemoryError) as e:
+            self._refuse_to_pin(str(e))
+            return
+        if count < len(named):
+            left = sum(size for _, size in named[count:])
+            self._refuse_to_pin(
+                f"it took {human_bytes(num_bytes - left)}, and not the {human_bytes(left)} from {named[count][0]} on"
+            )
+        else:  # refusals there may have been, of stretches that it took in smaller ones
+            _forget_error(self.torch_device)
+
+    def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:
+        # Read and written by the threads of updates, wherever they run: all memory controllers share it.
+        return host_bytes(num_bytes, self._nodes)
+
+    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
+        buffer = None
+        try:
+            buffer = self.pinned.take(num_bytes, grow=self._can_pin, zeroed=zeroed)
+        except (RuntimeError, MemoryError) as e:
+            self._refuse_to_pin(str(e))
+        return super().make_host_buffer(num_bytes) if buffer is None else buffer
 
     def copies_beside(self, memory: torch.Tensor) -> bool:
         return memory.is_pinned()
+
+    def _refuse_to_pin(self, why: str) -> None:
+        self._can_pin = False
+        # Before anything is launched: the next kernel would raise it as its own.
+        _forget_error(self.torch_device)
+        warn(
+            f"host memory cannot be registered with the CUDA driver ({why}): copies of the rest are slower and wait "
+            "for each other. Free host memory (under WSL2 at most half of it can be registered), or give a smaller "
+            "cpu= budget"
+        )
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -298,6 +289,8 @@ class CudaDevice(Device):
             for streams in copying.values():
                 # Behind the wait above: these references are all that keeps host memory of copies.
                 streams.in_flight.clear()
+            # Last: no copy may be under way in memory that the driver is told to forget.
+            self.pinned.close()
 
     def computing_streams(self) -> list[torch.cuda.Stream]:
         """The streams on which this device was ever seen to compute: the calling thread's, and those before."""
@@ -355,6 +348,14 @@ def check_card(device: torch.device) -> None:
         ) from e
     # Warns, once, if our own kernels do not run there.
     kernels.why_not_cuda(device)
+
+
+def _node_of(device: torch.device) -> int | None:
+    """The NUMA node that the card is at, if there are several."""
+    if len(memory_nodes()) < 2:
+        return None
+    card: Any = torch.cuda.get_device_properties(device)  # torch's own description lacks some of its names
+    return node_of_pci(f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0")
 
 
 def _forget_error(device: torch.device) -> None:

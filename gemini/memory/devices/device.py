@@ -148,9 +148,20 @@ class Device(ABC):
                 window.populate()
                 call_without_grad(window.bytes.copy_, content)
 
-    def make_host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Page-aligned host memory of zeros that this device copies to and from at full speed."""
+    def reserve_host(  # noqa: B027 - most devices copy from any memory alike
+        self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()
+    ) -> None:
+        """Host buffers of so many bytes in all are going to be made: get ready what they are cut out of, once.
+        ``planes``: those whose sizes are known, with a name each, in the order in which they are made.
+        """
+
+    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
+        """Page-aligned host memory that this device copies to and from at full speed; ``zeroed``: of zeros."""
         return host_bytes(num_bytes)
+
+    def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Page-aligned host memory of zeros that the host alone works on: this device may copy it, but slowly."""
+        return self.make_host_buffer(num_bytes)
 
     def copies_beside(self, memory: torch.Tensor) -> bool:
         """Whether copies to and from this host memory run beside the thread that begins them."""

@@ -414,7 +414,8 @@ class Flights:
         if want.buffer is not None:
             return want.buffer
         try:
-            return self._device.make_host_buffer(num_bytes)
+            # Not zeroed: the flight overwrites all of it that anybody reads.
+            return self._device.make_host_buffer(num_bytes, zeroed=False)
         except BaseException:
             self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
             raise
