@@ -26,6 +26,7 @@ from gemini.errors import GeminiError
 from gemini.tracing.ahead import FakeRunner, fake_copy, fake_input, loss_of, nothing_collected
 from gemini.tracing.meter import flops_of
 from gemini.train.loading.skeleton import generators_kept
+from gemini.train.passes.again import marks_of
 
 
 class Course(NamedTuple):
@@ -148,24 +149,6 @@ def _numbers_to_come() -> Any:
     """The states of the generators of Python and, where it is loaded, numpy."""
     numpy = sys.modules["numpy"].random.get_state(legacy=False) if "numpy" in sys.modules else None
     return random.getstate(), str(numpy and (numpy["state"]["pos"], numpy["state"]["key"].tobytes()))
-
-
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
-
-
-def marks_of(module: nn.Module) -> dict[str, Any]:
-    """What tells whether a module's attributes and buffers are other ones. References would keep activations alive that
-    it keeps itself, so their identities do.
-    """
-    found: dict[str, Any] = {
-        name: (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
-        for name, value in vars(module).items()
-        if name not in _OF_TORCH
-    }
-    for name, buffer in module._buffers.items():
-        found[name] = id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version
-    return found
 
 
 def _kept_by(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_module
 
 from gemini.errors import GeminiError
-from gemini.pipeline.course import OF_STAGES, Course, course_of, is_in, marks_of, on_meta
+from gemini.pipeline.course import OF_STAGES, Course, course_of, is_in, on_meta
 from gemini.pipeline.stages import Stage, Strayed
 from gemini.tracing.ahead import loss_of as loss_in
 from gemini.train.params.handle import original_class, stepping_in_backward
+from gemini.train.passes.again import marks_of, own_hooks
 
 _OF_TRANSFORMERS = "make_inputs_require_grads"
 """The hook of transformers' on an embedding for gradient checkpointing, which does nothing else."""
@@ -261,7 +262,7 @@ def _why_not_now(model: Any) -> str | None:
         return "an optimizer steps inside backward"
     if not engine.ranks.are_alone:
         return "there are several ranks: use gemini.Pipeline"
-    ours = {hook.id for hook in vars(model)["_gemini_hooks"] if hasattr(hook, "id")}
+    ours = own_hooks(model)
     for module in model.modules():
         hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
         theirs = [hook for known in hooks for number, hook in known.items() if number not in ours]

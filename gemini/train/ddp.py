@@ -106,15 +106,19 @@ class GeminiDDP(nn.Module):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._gemini_engine
-        if engine.again.may_learn and engine.state.has_stepped:
-            engine.again.learn()
+        """The forward. Out of memory it is run once more, with the same bits, if nothing but its result has changed."""
+        again, batch = self._gemini_engine.again, (args, kwargs)
+        beginning = again.begin(self, batch)
         try:
             return self._gemini_call(*args, **kwargs)
         except torch.OutOfMemoryError as e:
-            if not engine.forward.calls.running:
-                engine.again.fail(e)
-            raise
+            beginning = again.if_unchanged(beginning, batch, e)
+            if beginning is None:
+                raise
+            said = str(e)
+        # Out of the block: with the error its frames go, and the activations that they hold.
+        again.repeat(beginning, said)
+        return self._gemini_call(*args, **kwargs)
 
     def _gemini_call(self, *args: Any, **kwargs: Any) -> Any:
         """Whatever an interrupt has left open in a forward ends here: hooks do not run after one, and a
@@ -157,8 +161,9 @@ class GeminiDDP(nn.Module):
             loss = model.micro_batch(lambda: backward(model(**batch).loss / 4))
 
         Gradients have the same bits as if it had gone well at once; what was added of them is not added again. So
-        ``call`` must do the same twice: change no input, no buffer, and nothing outside. A warning says that it was.
-        With several ranks, and on the CPU, it just runs.
+        ``call`` must do the same twice: change no input, no buffer, and nothing outside. Without it a forward is run
+        again by itself if that is safe, and a backward is not. A warning says so. With several ranks, and on the CPU,
+        it just runs.
 
         Raises:
             torch.OutOfMemoryError: from the second time. It says whether gradients of this step are whole.

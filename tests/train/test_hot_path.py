@@ -88,10 +88,10 @@ def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
     # A forward casts inputs (4 calls at the root, 2 a layer); what an interrupt may not cut in two costs a file too.
     # A sink of gradients and a group of one are a file and a call each. That no other thread is in the model costs a
     # file and 8 calls of a backward, and 7 of a step; that sums may still be made as gradients land costs it another.
-    # That one may run out of memory costs a file and a call of a backward.
+    # That out of memory a forward may be made once more costs a file and 3 calls, and a file and a call of a backward.
     # That averages may stand in the place of masters, which none may train, costs a call of a backward, and of a step.
     # That arguments of all kernels are checked by one function costs a file of a backward, and no call.
-    for name, most, calls in (("forward", 11, 73), ("backward", 10, 90), ("step", 18, 247)):
+    for name, most, calls in (("forward", 12, 76), ("backward", 10, 90), ("step", 18, 250)):
         assert len(set(entered[name])) <= most, sorted(set(entered[name]))
         assert len(entered[name]) <= calls, (name, len(entered[name]))
 

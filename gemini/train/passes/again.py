@@ -1,8 +1,10 @@
 """Out of memory in the middle of a step: what gives way, and what is computed once more with the same bits.
 
-A backward has used up half of its graph by then, so it is made again with its forward, by :meth:`Again.micro_batch`;
-what has landed of it is not added a second time. Before that windows give up a part of their memory for good, in the
-ledger too. With several ranks nothing is made again, for the others do not know of it.
+A forward that runs out of memory is made once more, if all that it has changed can be put back: random numbers are, and
+what a model keeps in buffers and attributes, what it was called with and what hooks of the program do must not have
+changed. A backward has used up half of its graph by then, so it is made again only with its forward, by
+:meth:`Again.micro_batch`; what has landed of it is not added a second time. Before that windows give up a part of
+their memory for good, in the ledger too. With several ranks nothing is made again, for the others do not know of it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from gemini.errors import human_bytes, parse_bytes, warn
 from gemini.ledger import OF_BUDGET
@@ -25,12 +29,20 @@ from gemini.patches import patch
 from gemini.planning.working import CUDA_WORKSPACES
 from gemini.tiers import Tier
 from gemini.train.activations.store import ACTIVATIONS
+from gemini.train.observers import innermost_transform
 from gemini.train.params.guard import AT_REST
 from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.parts import Parts
 from gemini.train.step import run_alone
 
 T = TypeVar("T")
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+_CONTAINERS = (list, dict, set)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+"""What a forward cannot change where it is given it."""
 
 _ADVICE = "Wrap forward and backward in model.micro_batch(), or make the micro-batch smaller"
 
@@ -56,6 +68,74 @@ class Draws:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
+class Beginning:
+    """What a forward begins with, as far as it might change it. Made before each, so it copies nothing."""
+
+    def __init__(self, model: nn.Module, batch: Any, draws: Draws, backward_number: int):
+        self._modules, self.draws, self._backward_number = _modules_of(model), draws, backward_number
+        self._given = tree_leaves(batch)
+        self._versions = [*map(_version, self._given)]
+        self._kept = [*map(marks_of, self._modules)]
+
+    def change(self, batch: Any, backward_number: int) -> str | None:
+        """Say what is not as it was, or may not be; None if the forward can begin again."""
+        now = tree_leaves(batch)
+        if [*map(id, now)] != [*map(id, self._given)] or [*map(_version, now)] != self._versions:
+            return "it has written to what it was called with"
+        strange = next((leaf for leaf in now if not isinstance(leaf, (torch.Tensor, *_PLAIN))), None)
+        if strange is not None:
+            return f"it was called with a {type(strange).__name__}, which it may have changed"
+        if backward_number != self._backward_number:
+            return "a backward has run in it"
+        ours = own_hooks(self._modules[0])
+        for module, before in zip(self._modules, self._kept, strict=True):
+            name = type(module).__name__
+            if (marks := marks_of(module)) != before:
+                changed = [key for key in marks.keys() | before.keys() if marks.get(key) != before.get(key)]
+                return f"it has changed {' and '.join(sorted(changed))} of a {name}"
+            # torch counts no writes to it; nn.BatchNorm counts its batches itself.
+            if module.training and "running_mean" in before and "num_batches_tracked" not in before:
+                return f"a {name} has a running mean, which it may have changed"
+            if any(isinstance(value, torch.Generator) for value in vars(module).values()):
+                return f"a {name} has random numbers of its own"
+            if not ours.issuperset((*module._forward_hooks, *module._forward_pre_hooks)):
+                return f"the program has hooked a {name}"
+        return None
+
+
+def _modules_of(model: nn.Module) -> list[nn.Module]:
+    """As ``model.modules()``, which takes ten times as long."""
+    found = {id(model): model}
+    for module in (todo := [model]):
+        new = [child for child in module._modules.values() if child is not None and id(child) not in found]
+        found.update((id(child), child) for child in new)
+        todo += new
+    return todo
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def own_hooks(model: nn.Module) -> set[int]:
+    """Identifiers of the hooks that a managed model has of Gemini's."""
+    return {hook.id for hook in vars(model)["_gemini_hooks"] if hasattr(hook, "id")}
+
+
+def marks_of(module: nn.Module) -> dict[str, Any]:
+    """What tells whether a module's attributes and buffers are other ones. References would keep activations alive that
+    it keeps itself, so their identities do.
+    """
+    found: dict[str, Any] = {
+        name: (id(value), len(value) if isinstance(value, _CONTAINERS) else 0)
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
+    }
+    for name, buffer in module._buffers.items():
+        found[name] = id(buffer), _version(buffer)
+    return found
+
+
 class Again:
     """What one model does when its device runs out of memory. Called by the training thread alone.
 
@@ -64,14 +144,44 @@ class Again:
     """
 
     def __init__(self, parts: Parts, backward: BackwardPass, recovery: Recovery):
-        self._store, self._state = parts.store, parts.state
+        self._store, self._state, self._calls = parts.store, parts.state, parts.calls
         self._backward, self._recovery = backward, recovery
         self._is_ours = parts.store.device.tier is Tier.GPU and parts.company.ranks.are_alone
-        self._in_micro_batch = False
-        self.may_learn = self._is_ours
-        """Whether the first step is still to tell what the allocator takes (:meth:`learn`)."""
+        self._in_micro_batch = self._has_learned = False
         if self._is_ours:
             _models.add(self)
+
+    def begin(self, model: nn.Module, batch: Any) -> Beginning | None:
+        """Note what a forward begins with, if it is one that might be made again."""
+        state = self._state
+        if not self._is_ours or self._in_micro_batch or state.computing or state.is_parked:
+            return None
+        if self._calls.running or torch._C._current_graph_task_id() != -1 or innermost_transform() is not None:
+            return None
+        if state.has_stepped and not self._has_learned:
+            self._learn()
+        return Beginning(model, batch, Draws(self._store.device.torch_device), state.backward_number)
+
+    def if_unchanged(self, beginning: Beginning | None, batch: Any, error: torch.OutOfMemoryError) -> Beginning | None:
+        """Return the beginning of a forward that has failed, if it can begin again; else ``error`` says why not."""
+        change = None if beginning is None else beginning.change(batch, self._state.backward_number)
+        if change is None:
+            return beginning
+        _tell(error, f"Gemini has not run the forward again: {change}. {_ADVICE}")
+        return None
+
+    def repeat(self, beginning: Beginning, said: str) -> None:
+        """Make ready for a forward to be run again, which has failed with an error that ``said`` that."""
+        self._say("a forward", said, self.make_way(said))
+        # Last: nothing of ours draws in between.
+        beginning.draws.put_back()
+
+    def _say(self, what: str, said: str, gave: str) -> None:
+        """Warn of what is made once more, and why."""
+        warn(
+            f"{what} ran out of memory ({said.partition('. ')[0]}) and is made once more with the same random numbers; "
+            f"{gave}. A larger activations= leaves it room from the beginning"
+        )
 
     def micro_batch(self, call: Callable[[], T]) -> T:
         """Run a forward and its backward, and once more if they run out of memory: see ``GeminiDDP.micro_batch``."""
@@ -88,11 +198,7 @@ class Again:
                 said = str(e)
             # Out of the block: with the error its frames go, and what they hold.
             self._recovery.break_off(again=True)
-            warn(
-                f"a micro-batch ran out of memory ({said.partition('. ')[0]}) and is made once more with the same "
-                f"random numbers; {self._make_way(said)}. A larger activations= leaves it room from the beginning"
-            )
-            # Last: nothing of ours draws in between.
+            self._say("a micro-batch", said, self.make_way(said))
             draws.put_back()
             try:
                 return call()
@@ -104,24 +210,19 @@ class Again:
             self._backward.landed_before.clear()
 
     def fail(self, error: torch.OutOfMemoryError) -> None:
-        """Make the best of a forward or backward that has run out of memory, in a loop of the program's own."""
-        # Inside another backward the outer one is the one that breaks off.
-        if torch._C._current_graph_task_id() != -1:
-            return
-        if self._is_ours and not self._in_micro_batch and self._state.num_open:
-            self._give_up(error, "it is not in model.micro_batch()")
-            _tell(error, f"{self._make_way(str(error)).capitalize()}. {_ADVICE}")
+        """Make the best of a backward that has run out of memory, in a loop of the program's own."""
+        if not self._in_micro_batch and self._state.num_open:
+            self._give_up(error, "its forward is the program's")
+            _tell(error, f"{self.make_way(str(error)).capitalize()}. {_ADVICE}")
 
     def _give_up(self, error: BaseException, why: str) -> None:
         became = self._recovery.break_off(again=False)
         if isinstance(error, torch.OutOfMemoryError):
             _tell(error, f"Gemini does not make this micro-batch again: {why}. {became}")
 
-    def learn(self) -> None:
+    def _learn(self) -> None:
         """Set more aside from the second step on, where the allocator has taken more than was left to it."""
-        if self._state.computing or self._state.is_parked or torch._C._current_graph_task_id() != -1:
-            return
-        self.may_learn = False
+        self._has_learned = True
         ledger, device, tier = self._store.ledger, self._store.device, self._store.device.tier
         aside = ledger.held(tier, ACTIVATIONS)
         more = device.reserved_beyond(ledger.used(tier) - aside - ledger.held(tier, "context")) - aside
@@ -134,7 +235,7 @@ class Again:
                 f"aside for it; {gave}. Give activations={human_bytes(aside + more)!r}, which leaves it room"
             )
 
-    def _make_way(self, said: str) -> str:
+    def make_way(self, said: str) -> str:
         """End what has broken off, wait for what moves, and let windows give up memory for good: in words.
 
         Args:
@@ -172,8 +273,10 @@ def _backward_that_tells(*args: Any, **kwargs: Any) -> None:
     try:
         _backward(*args, **kwargs)
     except torch.OutOfMemoryError as e:
-        for model in list(_models):
-            model.fail(e)
+        # Inside another backward the outer one is the one that breaks off.
+        if torch._C._current_graph_task_id() == -1:
+            for model in list(_models):
+                model.fail(e)
         raise
 
 
