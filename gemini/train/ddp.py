@@ -35,6 +35,7 @@ from gemini.train.modules.reading import Structure
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
+from gemini.train.passes.stepping import MeasuredNorm
 from gemini.train.report import MemoryReport, Recording, make_report
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.step import alone, run_alone
@@ -222,6 +223,30 @@ class GeminiDDP(nn.Module):
         refuse_injected(engine_of(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
         return engine_of(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
+
+    def measuring_grad_norm(self, max_norm: float) -> contextlib.AbstractContextManager[MeasuredNorm]:
+        """Clip gradients with ``gradients="transient"``, which keeps none: run backward twice, as LOMO does.
+
+        The backward inside the block only measures the norm. The one after it updates the params, with the same bits as
+        ``clip_grad_norm_(max_norm)`` where gradients are kept::
+
+            loss = model(**batch).loss
+            with model.measuring_grad_norm(1.0) as measured:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            print(measured.norm)
+
+        To save the memory of ``retain_graph``, run forward a second time instead, with the same random numbers.
+
+        Raises:
+            ValueError: for a negative ``max_norm``.
+            GeminiError: with other ``gradients``, with several ranks, and if no backward ran inside the block.
+            NonFiniteGradient: at the end of the block, if a gradient contains inf or NaN. No weight was changed.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must not be negative, got {max_norm}")
+        return engine_of(self).stepping.measuring(float(max_norm))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all params. ``set_to_none=False`` sets them to zero instead

@@ -307,6 +307,10 @@ class StepState:
         """The clipping of the whole model, if the device alone knows its numbers yet."""
         self.has_clipped = False
         """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
+        self.clip_in_backward = 1.0
+        """Factor by which a backward that updates multiplies gradients (``measuring_grad_norm``)."""
+        self.measuring = False
+        """Whether gradients that arrive are measured and thrown away."""
         self.requires_grad_changed = False
         """Whether ``requires_grad`` of a param was flipped at rest and nobody has followed it yet."""
         self.in_method = False

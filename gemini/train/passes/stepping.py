@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError, warn
+from gemini.patches import replaced
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.params.handle import Leftover, ParamHandle, Stepper, note_writes, stepping_in_backward, written_to
@@ -21,6 +24,17 @@ from gemini.train.passes.parts import Parts
 from gemini.train.sharding.step_sync import facts_of_step
 from gemini.train.step import alone
 from gemini.train.update.tiles import ParamUpdate
+
+
+@dataclass
+class MeasuredNorm:
+    """Result of a backward that only measures.
+
+    Attributes:
+        norm: the 2-norm of all gradients, before clipping; NaN until the block is over.
+    """
+
+    norm: float = math.nan
 
 
 class Stepping:
@@ -106,7 +120,8 @@ class Stepping:
         if self._mode == "transient":
             raise GeminiError(
                 'clipping needs every gradient before the first update: gradients="transient" cannot be clipped '
-                'after it. Use GeminiConfig(gradients="retain")'
+                "after it. Run backward twice, first inside `with model.measuring_grad_norm(max_norm)`, or use "
+                'GeminiConfig(gradients="retain")'
             )
         if self.state.updated_in_backward:
             raise GeminiError(
@@ -164,6 +179,35 @@ class Stepping:
         """Make ready for a look at gradients: no interrupted pass is left, and ranks have what all of them have."""
         self._recovery.forget_interrupted()
         self._sink.settle()
+
+    @contextmanager
+    def measuring(self, max_norm: float) -> Iterator[MeasuredNorm]:
+        """Let a backward inside leave the norm of its gradients alone; the next one updates, clipped by it."""
+        self._recovery.forget_interrupted()
+        if self._mode != "transient" or self._sink.divides:
+            why = "with several ranks" if self._mode == "transient" else f"with gradients={self._mode!r}"
+            raise GeminiError(
+                f"measuring_grad_norm() {why}: one backward does, and model.clip_grad_norm_(max_norm) after it"
+                + (', with GeminiConfig(gradients="retain")' if self._mode == "transient" else "")
+            )
+        if self.state.updated_in_backward:
+            raise GeminiError(
+                "measuring_grad_norm() after a backward that has updated: call optimizer.step() before it"
+            )
+        handles, measured = self._params.handles, MeasuredNorm()
+        try:
+            self.state.clip_in_backward = 1.0
+            with replaced(self.state, "measuring", True):
+                yield measured
+            if not self._sink.has_gradients:
+                raise GeminiError("measuring_grad_norm(): no backward gave a gradient inside of it")
+            # First: a norm of NaN would make a coefficient of NaN, and the next backward would write it into weights.
+            self._gradients.norms.check_finite(handles)
+            measured.norm = math.sqrt(self._gradients.norms.total_sum(handles))
+            self.state.clip_in_backward = kernels.clip_coefficient(measured.norm, max_norm)
+        finally:
+            # The sums of the measured gradients would else count as gradients that wait.
+            self._backward.discard()
 
     @alone
     def discard(self, handles: list[ParamHandle] | None = None, *, to_zero: bool = False) -> None:
@@ -300,6 +344,8 @@ class Stepping:
         # it.
         if self.state.has_clipped:
             self._backward.fold_clipping()
+        if self.state.clip_in_backward != 1.0:
+            self.state.clip_in_backward = 1.0
         if self.state.updated_in_backward:
             self.state.updated_in_backward = False
         self.state.has_stepped = True

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
@@ -129,7 +130,7 @@ class GradientSink:
     # ---- inside backward ----------------------------------------------------------------------------------------
 
     def use(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk.
+        """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk, or measure it.
         Raises GeminiError if no optimizer owns the param, or it got a gradient in this backward already.
         """
         # By the number of the backward: nothing need be reset when the next one begins.
@@ -139,13 +140,17 @@ class GradientSink:
                 'which may be used already: gradients="transient" cannot be used with this model; use '
                 'gradients="retain"'
             )
+        if self.state.measuring:
+            handle.norm_sums = kernels.sum_squares(grad.detach().contiguous().view(-1))
+            handle.in_backward = self.state.backward_number
+            return
         optimizer = optimizer_of(handle.param)
         if optimizer is None:
             raise GeminiError(
                 f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
                 "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
             )
-        scalars = optimizer.scalars_in_backward(handle, self.state.backward_number, 1.0)
+        scalars = optimizer.scalars_in_backward(handle, self.state.backward_number, self.state.clip_in_backward)
         self.updates.collect(ParamUpdate(handle, scalars, grad.detach().contiguous().view(-1)))
         # Last: after an error above, the gradient was not used.
         handle.in_backward = self.state.backward_number
