@@ -151,8 +151,8 @@ def time_parts(one: Callable[[], Any], barrier: Callable[[], Any], steps: int) -
     from gemini.ranks import wire
     from gemini.train.gradients.store import GradientStore
     from gemini.train.passes.stepping import Stepping
-    from gemini.train.sharding.channel import Channel
     from gemini.train.sharding.reduction import Reduction
+    from gemini.train.sharding.scripted import Channel
     from gemini.train.sharding.shards import Shards
     from gemini.train.update.updates import Updates
 

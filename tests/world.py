@@ -53,7 +53,6 @@ WHERE = {
     # ranks
     "ranks": "ranks",
     "shards": "shards",
-    "replicas": "backward.sink.replicas",
     # parts
     "state": "state",
     "device": "store.device",

@@ -38,8 +38,7 @@ from gemini.train.loading.skeleton import Skeleton, attention_keyword
 from gemini.train.modules.codes import first_coded
 from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.slices.experts import spread_experts
-from gemini.train.slices.slicing import cut_whole, sliced_in
-from gemini.train.slices.together import compare_batches
+from gemini.train.slices.slicing import compare_batches, cut_whole, sliced_in
 from gemini.train.wrap import Fill
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")

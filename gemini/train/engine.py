@@ -24,6 +24,7 @@ from gemini.ledger import Turn
 from gemini.memory.devices.device import make_device
 from gemini.optim.compact import rule_for
 from gemini.ranks.group import Ranks, join
+from gemini.ranks.wire import Wire
 from gemini.rules import UpdateRule
 from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.norms import GradientNorms
@@ -51,7 +52,7 @@ from gemini.train.setup.build import Built, build
 from gemini.train.setup.problem import prepare, reduce_dtype
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Company, Shards
-from gemini.train.slices.together import OtherSlices, refuse_unsuited
+from gemini.train.slices.slicing import refuse_unsuited
 from gemini.train.step import StepState, alone
 from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
@@ -86,10 +87,9 @@ class Engine:
         if not ranks.are_alone:
             # A collective, before anything is allocated: ranks that differ in model or config find out here.
             prepare(structure, config, ranks, filled=is_filled, cuts=cuts)
-        others = None
-        if cuts and ranks.slices.size > 1:
+        slices = ranks.slices if cuts else Wire()
+        if slices.size > 1:
             refuse_unsuited(config, rule.spec, ranks, in_stages=in_stages)
-            others = OtherSlices(ranks.slices)
 
         # Where the bytes are, and what moves them; then what computes with them, and the passes of a step.
         built = build(structure, config, device, own, ranks, rule, cuts)
@@ -97,7 +97,7 @@ class Engine:
         params = self.params = built.params
         params.of_stages = of_stages or {}
         store = self.store = built.store
-        parts = _make_parts(built, config, ranks, rule, others)
+        parts = _make_parts(built, config, ranks, rule, slices)
         self.state = parts.state
         self.write_observers = parts.writes
         self.updates = parts.updates
@@ -205,7 +205,7 @@ def _make_parts(
     config: GeminiConfig,
     ranks: Ranks,
     rule: UpdateRule,
-    others: OtherSlices | None,
+    slices: Wire,
 ) -> Parts:
     """Make what computes with weights out of their homes, gradients and activations in, updates between."""
     params, store, state, shared = built.params, built.store, StepState(), ranks.shares_params
@@ -221,10 +221,10 @@ def _make_parts(
     # Room that gathered weights need at once, which gradients on the same tier must leave free.
     working_set = store.working_set if shared or store.moves else 0
     # Other slices and stages may have a part of the norms.
-    stages = ranks.stages if params.of_stages else None
-    copies = [] if stages is None else params.copies(stages.rank)
+    stages = ranks.stages if params.of_stages else Wire()
+    copies = params.copies(stages.rank) if params.of_stages else []
     knows_all = not ranks.slice_ or ranks.is_one_model
-    norms = GradientNorms(params.handles, others, stages, copies=copies, knows_all=knows_all)
+    norms = GradientNorms(params.handles, slices, stages, copies=copies, knows_all=knows_all)
     gradients = GradientStore(params.handles, store, norms, working_set=working_set)
     activations = make_activation_store(store, calls, built.decision.offload_activations)
     scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
@@ -247,8 +247,8 @@ def _make_parts(
         scaling=scaling,
         company=company,
         sink=sink,
-        by_names=ByName(params.handles, store, state, observers=writes, company=company, slices=others),
-        slices=others,
+        by_names=ByName(params.handles, store, state, observers=writes, company=company, slices=slices),
+        slices=slices,
     )
 
 
@@ -270,13 +270,7 @@ def _company_of(
         return Company(ranks, store.mover), sink
     follows = store.transfers.beside and ranks.context.size == 1  # whose attention asks in between
     shards = Shards(ranks, built.params, store, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows)
-    reduction = Reduction(
-        shards,
-        sink,
-        dtype=reduce_dtype(config),
-        room=problem.in_flight,
-        sums_each_backward=config.gradients == "retain",
-    )
+    reduction = Reduction(shards, sink, dtype=reduce_dtype(config), room=problem.in_flight)
     if ranks.size > 1:
         store.manager.fetches.source = shards
     return shards, reduction

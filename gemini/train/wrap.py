@@ -35,8 +35,7 @@ from gemini.train.params.handle import StageParam, Stepper, optimizer_of
 from gemini.train.passes import hooks
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.experts import SpreadExperts, spread_experts
-from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
-from gemini.train.slices.together import compare_first_batch
+from gemini.train.slices.slicing import SlicedModel, compare_first_batch, cut_if_whole, cuts_in
 
 Undo = Callable[[nn.Module], None]
 """Takes back one change of the model that it is given."""

@@ -97,7 +97,6 @@ class Hunt:
         scripted = sum(sum(o.scripted) for o in other)
         self.seen["steps"] += ranks * play.num_steps
         self.seen["scripted steps"] += scripted
-        self.seen["sums over replicas behind backward"] += sum(o.behind for o in other)
         for event in play.events or (Event("nothing"),):
             self.seen[event.kind] += 1
         ends = f"ends with {other[0].error}" if other[0].error else "same bits"

@@ -70,9 +70,7 @@ class Play:
 
 
 class Outcome(NamedTuple):
-    """``bits``: of the masters and states of this rank. ``scripted``: whether each step followed a script. ``behind``:
-    how many chunks were added up over replicas behind backward.
-    """
+    """``bits``: of the masters and states of this rank. ``scripted``: whether each step followed a script."""
 
     losses: list[float]
     norms: list[float]
@@ -80,7 +78,6 @@ class Outcome(NamedTuple):
     error: str
     scripted: list[bool]
     rounds: list[int]
-    behind: int = 0
     met: Sequence[tuple[str, tuple[int, ...]]] = ()
     """The library's collectives, in their order."""
 
@@ -269,7 +266,6 @@ def _run(play: Play) -> Outcome:
             out.scripted.append(shards.num_scripted > before[0])
             out.rounds.append(shards.num_exchanges - before[1])
         world_of(managed).check()
-        out = out._replace(behind=_num_behind(managed))
     except RankMismatch as e:
         return out._replace(error=type(e).__name__)
     return out._replace(bits=_bits(managed))
@@ -321,11 +317,6 @@ def _batch(play: Play, step: int, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + number)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[play.precision]
     return torch.randn(4, 32, generator=generator).to(dtype)
-
-
-def _num_behind(managed: Any) -> int:
-    replicas = world_of(managed).replicas
-    return 0 if replicas is None else replicas.num_behind
 
 
 def _bits(managed: Any) -> int:

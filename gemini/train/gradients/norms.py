@@ -13,15 +13,15 @@ from gemini import kernels
 from gemini.errors import NonFiniteGradient
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.params.handle import ParamHandle
-from gemini.train.slices.together import OtherSlices
+from gemini.train.slices.slicing import whole_totals
 
 
 class GradientNorms:
     """The norms of one model's gradients. All ranks that have a part in them ask together.
 
     Args:
-        slices: the ranks with slices of the same params, or None.
-        stages: among the ranks with the other stages of a pipeline, or None.
+        slices: among the ranks with slices of the same params.
+        stages: among those with the other stages of a pipeline.
         copies: params that another stage counts.
         knows_all: whether the norm of the whole model can be known; a model that the caller has cut tells no one.
     """
@@ -29,8 +29,8 @@ class GradientNorms:
     def __init__(
         self,
         handles: list[ParamHandle],
-        slices: OtherSlices | None = None,
-        stages: Wire | None = None,
+        slices: Wire,
+        stages: Wire,
         *,
         copies: Collection[ParamHandle] = (),
         knows_all: bool = True,
@@ -41,7 +41,7 @@ class GradientNorms:
     @property
     def knows_only_own(self) -> bool:
         """Whether no other rank has a part in norms."""
-        return self._slices is None and self._stages is None
+        return self._slices.size == self._stages.size == 1
 
     def total_sum(self, handles: list[ParamHandle]) -> float:
         """Sum of squares over all gradients: per-param sums in tile order, params in declaration order.
@@ -55,7 +55,7 @@ class GradientNorms:
         counted = [(handle, total) for handle, total in self._totals(handles) if handle not in self._copies]
         # In one order on all ranks and placements: a sum in another order has other bits.
         own = kernels.total([total * handle.clip**2 for handle, total in counted])
-        return own if self._stages is None else kernels.total(self._of_stages(own))
+        return own if self._stages.size == 1 else kernels.total(self._of_stages(own))
 
     def clip_factor(self, max_norm: float) -> kernels.ClipFactor | None:
         """The factor that clipping all gradients takes, left on the device that summed them; None where the host has a
@@ -74,18 +74,17 @@ class GradientNorms:
     def _totals(self, handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
         """The params that have a gradient, each with its sum of squares; refused as by :func:`_whole`."""
         there = _whole(handles)
-        if self._slices is None:
+        if self._slices.size == 1:
             return list(zip(there, kernels.totals([handle.norm_sums or [] for handle in there]), strict=True))
         # Of all of them, so that ranks say equally much.
         has = [handle for handle in self._handles if handle.has_grad]
         own = dict(zip(has, kernels.totals([handle.norm_sums or [] for handle in has]), strict=True))
-        totals = self._slices.totals(self._handles, [own.get(handle) for handle in self._handles])
+        totals = whole_totals(self._slices, self._handles, [own.get(handle) for handle in self._handles])
         by_handle = dict(zip(self._handles, totals, strict=True))
         return [(handle, total) for handle in there if (total := by_handle[handle]) is not None]
 
     def _of_stages(self, own: float) -> list[float]:
         """The values that the stages of the pipeline say, in their order."""
-        assert self._stages is not None
         said = torch.tensor(own, dtype=torch.float64, device="cpu")
         return self._stages.swap(Tag.VALUES, said, "the gradient norm of a pipeline").tolist()  # type: ignore[no-any-return]
 
@@ -94,7 +93,7 @@ class GradientNorms:
         NonFiniteGradient, naming the first param; nothing was touched; GeminiError if one of them is not whole.
         """
         bad = [handle for handle, total in self._totals(handles) if not math.isfinite(total)]
-        if self._stages is not None:
+        if self._stages.size > 1:
             # Before anything is raised: a rank that raised first would leave the others waiting for it.
             counts = self._of_stages(float(len(bad)))
             if any(counts) and not bad:

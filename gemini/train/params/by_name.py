@@ -23,6 +23,7 @@ from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agree import Point, value_facts
+from gemini.ranks.wire import Tag, Wire
 from gemini.train.observers import WriteObservers, without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 from gemini.train.step import StepState, alone
@@ -34,7 +35,7 @@ class ByName:
     Args:
         observers: told of every write.
         company: who shares the model, a :class:`gemini.train.sharding.shards.Company`.
-        slices: of a model in slices the :class:`gemini.train.slices.together.OtherSlices`, else None.
+        slices: among the ranks with slices of the same params.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class ByName:
         *,
         observers: WriteObservers,
         company: Any,
-        slices: Any = None,
+        slices: Wire,
     ):
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._company, self._slices = company, slices
@@ -87,7 +88,9 @@ class ByName:
 
     def joined(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """Join the whole value of a param, of which ``own``, in its shape, is what is here."""
-        return own if handle.cut is None or self._slices is None else self._slices.join(handle, own)
+        if handle.cut is None or self._slices.size == 1:
+            return own
+        return handle.cut.join(list(self._slices.swap(Tag.BY_NAME, own.contiguous(), f"reading {handle.name}")))
 
     def to_compare(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """Find what must be the same on all who agree: ``own``, or of a slice among others the whole value."""

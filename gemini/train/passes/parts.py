@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemini.memory.store import ChunkStore
+from gemini.ranks.wire import Wire
 from gemini.train.activations.store import ActivationStore
 from gemini.train.gradients.scaling import Scaling
 from gemini.train.gradients.store import GradientStore
@@ -17,7 +18,6 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import ParamSet
 from gemini.train.sharding.shards import Company
-from gemini.train.slices.together import OtherSlices
 from gemini.train.step import StepState
 from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
@@ -44,4 +44,5 @@ class Parts:
     company: Company
     sink: GradientSink
     by_names: ByName
-    slices: OtherSlices | None
+    slices: Wire
+    """Among the ranks with slices of the same params; this one alone of params that are whole."""

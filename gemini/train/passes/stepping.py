@@ -16,6 +16,7 @@ import torch
 from gemini import kernels
 from gemini.errors import GeminiError, warn
 from gemini.patches import replaced
+from gemini.ranks.agree import agree
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.params.handle import Leftover, ParamHandle, Stepper, note_writes, stepping_in_backward, written_to
@@ -243,8 +244,9 @@ class Stepping:
                 stepping_in_backward.add(optimizer)
         # On all ranks, and before anything changes: one that disagrees raises on every rank.
         self._sink.agree_on_step(optimizer)
-        if self._slices is not None:
-            self._slices.compare(facts_of_step(self._params.handles, [optimizer], self.scaling, self.state))
+        if self._slices.size > 1:
+            facts = facts_of_step(self._params.handles, [optimizer], self.scaling, self.state)
+            agree(self._slices, "optimizer.step()", lambda: facts)
 
     def step(
         self,

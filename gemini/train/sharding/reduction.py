@@ -30,8 +30,7 @@ from gemini.planning.timeline import Track
 from gemini.ranks.agree import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.homes import adds_up
-from gemini.train.params.handle import Leftover, ParamHandle, Stepper, stepping_in_backward
-from gemini.train.sharding.replicas import ReplicaSums
+from gemini.train.params.handle import Leftover, ParamHandle, stepping_in_backward
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_sync import StepSync
@@ -70,35 +69,23 @@ class _Landing(NamedTuple):
     senders: Mapping[int, torch.dtype]
 
 
-class Reduction(GradientSink):
+class Reduction(StepSync):
     """The gradients of a model that is shared with other ranks.
 
     Args:
         into: takes what comes of it, as in one process.
         dtype: in which they are added up, unless their params stay in fp32.
         room: bytes of the computing tier for whole gradients.
-        staging: through which sums go that are added up behind backward, where that is needed.
-        sums_each_backward: whether replicas add up at the end of every backward, and not once per step.
     """
 
     divides = True
 
-    def __init__(self, shards: Shards, into: GradientSink, *, dtype: torch.dtype, room: int, sums_each_backward: bool):
-        store = into.store
-        of = into.params, store, into.state, into.updates, into.gradients, into.scaling
-        super().__init__(*of, transient=into.transient)
+    def __init__(self, shards: Shards, into: GradientSink, *, dtype: torch.dtype, room: int):
+        super().__init__(shards, into)
+        store = self.store
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
-        self._shards = shards
-        self._ranks = shards.ranks
-        self._channel = shards.channel
-        self._params = shards.params
-        self._device = store.device
-        self._mover = store.mover
-        self._manager = store.manager
-        self.has_replicas = self._ranks.num_replicas > 1
-        self.replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
-        self._sync = StepSync(shards, self.replicas, into.state, into.scaling)
+        self._channel, self._device, self._manager = shards.channel, store.device, store.manager
 
         # Whole gradients: those that are open, by chunk, the dtype and the share of the mean that each rank gives, and
         # the bytes that all of them may take.
@@ -134,7 +121,7 @@ class Reduction(GradientSink):
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
         chunk = handle.chunk
-        self._sync.gradient_arrives()
+        self.gradient_arrives()
         # Its whole gradient is on the wire: what arrives now must not change it.
         while chunk.spec.index in self._behind:  # a param that arrives once more
             self._wait_for_first()
@@ -189,14 +176,7 @@ class Reduction(GradientSink):
         # A script that all have followed to its end has said all that this would ask.
         if not is_alike:
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
-        self.replicas.end_backward()
-        self._sync.backward_ended(is_alike=is_alike)
-
-    def end_script(self, *, has_all: bool) -> bool:
-        """End a script that all ranks have followed; ``has_all``: this one has nothing else of this backward to reduce.
-        True if that holds for all.
-        """
-        return self._sync.end_script(has_all=has_all and not self._whole)
+        self.backward_ended(is_alike=is_alike)
 
     def _reduce(self, index: int) -> None:
         dtype = _DTYPES.index(self._whole[index].flat.dtype)
@@ -205,7 +185,7 @@ class Reduction(GradientSink):
 
     def _is_full(self, index: int) -> bool:
         """Whether this rank has the gradients of all params of a chunk."""
-        handles = self._params.by_chunk[index]
+        handles = self.params.by_chunk[index]
         return len(self._whole[index].arrived) == sum(handle.trained for handle in handles) == len(handles)
 
     # ---- behind backward ----------------------------------------------------------------------------------------
@@ -216,14 +196,14 @@ class Reduction(GradientSink):
             return {}
         if self.transient or (self._staging is None and self._needs_staging):
             return None
-        trained = {index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)}
+        trained = {index for index, own in self.params.by_chunk.items() if all(handle.trained for handle in own)}
         known = trained - self._partial
         return {index: moment for index, moment in self._moments_before.items() if index in known}
 
     def _begin(self, step: ScriptedStep, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
         chunk = self.store.chunks[index]
-        handles = self._params.by_chunk[index]
+        handles = self.params.by_chunk[index]
         # Now, on the training thread: the worker lands it later, when another backward may have begun.
         adding = {handle.name: handle.has_grad for handle in handles}
         if any(adding.values()) and not adds_up(chunk):
@@ -232,7 +212,7 @@ class Reduction(GradientSink):
         chunk.settle()
         whole = self._whole[index]
         # All ranks bring the same dtype, or the script ends here.
-        dtype, backward = whole.flat.dtype, self.state.backward_number
+        dtype = whole.flat.dtype
         landing = _Landing(chunk, handles, adding, whole.flat, dict.fromkeys(range(self._ranks.size), dtype))
         working = Working(self._mover.watch.moved, self._staging)
 
@@ -240,7 +220,6 @@ class Reduction(GradientSink):
             with self._mover.working(working):
                 self._land_sums(landing, is_launched=True)
             whole.is_reduced = True
-            self.replicas.landed(index, backward)
 
         # What computes the gradient is on the device still: the collective comes behind it.
         ready = self._device.mark()
@@ -284,22 +263,21 @@ class Reduction(GradientSink):
         # Once per backward, before its first update: all ranks must mean the same moment.
         backward = self.state.backward_number
         if self._plan[0] != backward:  # counters change with the first update
-            self._plan = backward, self._sync.facts_of_updates().checksum
+            self._plan = backward, self.facts_of_updates().checksum
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
         """Refuse updates inside backward that ranks disagree about, before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
-            self._shards.refuse_differing("the updates inside backward", self._sync.facts_of_updates())
+            self._shards.refuse_differing("the updates inside backward", self.facts_of_updates())
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """Add up chunk ``index`` on all ranks: each receives its shard of the sum and lands it."""
         chunk = self.store.chunks[index]
         chunk.settle()  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
-        # Norms that all ranks knew are those of other gradients now.
-        self._sync.undo()
-        handles, whole = self._params.by_chunk[index], self._whole.get(index)
+        self.undo()  # norms that all ranks knew are those of other gradients now
+        handles, whole = self.params.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, requests, whole, handles)
         (self._partial.discard if arrived.all() else self._partial.add)(index)
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
@@ -321,8 +299,6 @@ class Reduction(GradientSink):
         else:
             adding = {handle.name: handle.has_grad for handle in handles}
             self._land_sums(_Landing(chunk, present, adding, flat, senders))
-            if arrived.all():
-                self.replicas.landed(index, self.state.backward_number)
         if whole is not None:
             self._close(index)
         if arrived.all():
@@ -344,8 +320,8 @@ class Reduction(GradientSink):
     def _land_sums(self, landing: _Landing, *, is_launched: bool = False) -> None:
         """Add up the gradients of a chunk, and keep this rank's shard of the sum."""
         chunk, failure = landing.chunk, None
-        # First: sums over replicas that are under way read what is changed here.
-        self.replicas.begin_landing(chunk, adding=any(landing.adding.values()))
+        if not any(landing.adding.values()):
+            self._summed.discard(chunk.spec.index)
         for handle in landing.handles:
             self.gradients.apply_clip(handle)
             handle.norm_sums = []
@@ -384,7 +360,8 @@ class Reduction(GradientSink):
         with self._channel.during(Track.REDUCE, chunk):
             for start, stop, total in self._channel.sums(chunk, flat, senders):
                 section[start:stop].copy_(total)
-        self.replicas.sum_now(chunk, section, handles, self._planned())
+        if self.has_replicas:
+            self.sum_now(chunk, section, handles, self._planned())
         for handle in handles:
             self.use(handle, section[handle.part.start : handle.part.stop])
         self.updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
@@ -445,9 +422,7 @@ class Reduction(GradientSink):
         """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
         if self._behind:
             self._shards.finish()
-        # Sums of the backward that is dropped must not land after it.
-        self.replicas.give_up()
-        self._sync.gradients_dropped(handles)
+        super().discard(handles)
         for handle in handles:
             whole = self._whole.get(handle.chunk.spec.index)
             if whole is not None and handle.name in whole.arrived:
@@ -455,24 +430,6 @@ class Reduction(GradientSink):
                 handle.leftover = Leftover.USED  # until what takes its place is known
                 if not whole.arrived:
                     self._close(handle.chunk.spec.index)
-
-    def end_step(self) -> None:
-        """Note that an optimizer step is over, skipped or made."""
-        has_gradients = self.has_gradients
-        self._sync.end_step(has_gradients=has_gradients)
-        self.replicas.end_step(has_gradients=has_gradients)
-
-    def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
-        """Note a clipping, which ranks compare in the step."""
-        self._sync.note_clipping(max_norm, handles)
-
-    def settle(self) -> None:
-        """Make gradients the same thing on all ranks, once per step before the norm: :meth:`StepSync.sync_grads`."""
-        self._sync.sync_grads(self._whole)
-
-    def agree_on_step(self, optimizer: Stepper) -> None:
-        """Agree on the update before it is made: :meth:`StepSync.agree_on_step`."""
-        self._sync.agree_on_step(optimizer, self._whole)
 
     @contextmanager
     def without_reducing(self) -> Iterator[None]:

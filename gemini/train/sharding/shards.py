@@ -36,8 +36,7 @@ from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part, read_range
 from gemini.train.params.handle import ParamHandle, ParamSet
-from gemini.train.sharding.channel import Channel, LibraryChannel
-from gemini.train.sharding.scripted import Lanes, ScriptedStep
+from gemini.train.sharding.scripted import Channel, Lanes, LibraryChannel, ScriptedStep
 
 if TYPE_CHECKING:
     from gemini.train.sharding.reduction import Reduction
@@ -151,20 +150,16 @@ class Shards(Company):
         """Adds up gradients when all ranks stand there; it sets itself here as it is made."""
         # Without a second rank, or where attention asks in between, nothing follows a script.
         self._lanes = Lanes(Worker("collectives"), Worker("reduce")) if follows and ranks.size > 1 else None
-        sums_behind = follows and ranks.num_replicas > 1
-        self.replica_lanes = Lanes(Worker("replica collectives"), Worker("replicas")) if sums_behind else None
-        """For the sums over replicas that are made behind backward."""
         self.step: ScriptedStep | None = None
         """The script under way."""
         self.num_scripted = 0
-        self._num_strange = self._num_left_out = 0
         self._numbers = {handle.name: number for number, handle in enumerate(params.handles)}
         self._read: torch.Tensor | None = None
         self._sent_before: Counter[str] = Counter()
 
     def close(self) -> None:
         """End the workers: the model ends."""
-        for lane in (*(self._lanes or ()), *(self.replica_lanes or ())):
+        for lane in self._lanes or ():
             lane.close()
 
     def end_step(self) -> None:
@@ -193,10 +188,6 @@ class Shards(Company):
         if self._lanes is None:
             return
         self.finish()
-        # Ranks that left their script twice in a row ask each other for some steps: a script costs its first message.
-        if self._num_left_out:
-            self._num_left_out -= 1
-            return
         completed = self.reducing.completed()
         if completed is None:
             return
@@ -245,11 +236,6 @@ class Shards(Company):
         with self._mover.about("other ranks", "wait for other ranks"):
             is_through = step.finish()
             self.step = None  # and not before: what broke off is finished before anything else is asked
-            # A step that is left once is an accident, one that is left again a habit of this program.
-            self._num_strange = 0 if is_through else self._num_strange + 1
-            if self._num_strange > 1:
-                # Longer each time, and never for ever: a program may become regular again.
-                self._num_left_out = 2 ** min(self._num_strange - 1, 6)
             has_all = False
             try:
                 self.reducing.leave_script()
@@ -305,12 +291,7 @@ class Shards(Company):
         """Wait until every rank of the model stands at ``point``; what each of them says, by replica. Raises
         RankMismatch, on every rank, if those of some replica, or the replicas among each other, want other things.
         """
-        return self.meet_replicas(point, self.meet(point, detail))
-
-    def meet_replicas(self, point: Point, row: list[int]) -> list[list[int]]:
-        """The ranks of this replica stand at ``point`` and say ``row``: wait until those of the others do. Raises
-        RankMismatch, on every rank, if they want other things.
-        """
+        row = self.meet(point, detail)
         if self.ranks.num_replicas == 1:
             return [row]
         said = self._tell_replicas(point, *row)
@@ -329,8 +310,6 @@ class Shards(Company):
 
     def _tell_replicas(self, point: int, *details: int) -> list[list[int]]:
         """Hear where the ranks of one shard stand; always as many numbers, so that different points meet as well."""
-        if point != Point.END_BACKWARD:
-            self.reducing.replicas.leave()
         said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")
         said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
         return self.ranks.replicas.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
