@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 from gemini.errors import parse_bytes
@@ -185,31 +183,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "eviction": ("auto", *POLICIES),
 }
 """What fields may say in words; ``eviction`` may be an object too."""
-
-
-def contradictions(settings: Any, table: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
-    """The keys of a table of what does not go together that are true of ``settings``, in its order.
-
-    A key is two conditions on attributes: ``lora`` (it was asked for: no None, False, 0 or empty), ``!lora`` (it was
-    not), ``states=compact``, ``precision!=bf16`` (another one was asked for), ``tp>1``, or several with ``|`` between
-    them, of which one has to be true. None is true of an attribute that ``settings`` do not have.
-    """
-    return (pair for pair in table if all(any(_holds(one, settings) for one in either.split("|")) for either in pair))
-
-
-def _holds(condition: str, settings: Any) -> bool:
-    read = re.fullmatch(r"(!?)([\w.]+)(?:(!=|=|>)(\w+))?", condition)
-    assert read is not None, condition
-    absent, name, operator, than = read.groups()
-    try:
-        value = attrgetter(name)(settings)
-    except AttributeError:
-        return False
-    if operator == ">":
-        return bool(value > int(than))
-    if operator is not None:
-        return value is not None and (str(value) == than) == (operator == "=")
-    return bool(value) != bool(absent)
 
 
 def _as_kept(wanted: Any) -> str | tuple[Any, ...] | None:

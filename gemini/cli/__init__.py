@@ -55,8 +55,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "Does it fit, how fast will it be, what should be changed: from a config alone. Exit code 2 if it does not "
-        "fit, 3 if it fits in more memory than the machine has that was named. For example: "
-        "gemini plan config.json --gpu 24GiB --cpu 64GiB --nvme 1TB --machine rtx4090",
+        "fit. For example: gemini plan config.json --gpu 24GiB --cpu 64GiB --nvme 1TB --machine rtx4090",
         settings.PlanSettings,
         "plan",
     ),

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 
-from gemini.errors import BudgetExceeded, GeminiError, MissingFigure
+from gemini.errors import BudgetExceeded, GeminiError
 from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.plan_report import Report, describe, named, screen
-from gemini.jobs.planner import RUNNERS_UP, Found, Way, as_options, choose, chosen
+from gemini.jobs.planner import RUNNERS_UP, Way, as_options, choose, options_of
 from gemini.jobs.screen import answer, progress
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of
@@ -32,21 +31,13 @@ from gemini.planning.trace import MemoryTrace
 from gemini.tiers import Tier
 
 LORA_RANK = 16  # of the LoRA among the alternatives
-BEYOND = 3  # the exit code for a plan that fits in what was given, which is not what the machine has
 
-
-class Answer(NamedTuple):
-    """What is said, and what it was found with, if it fits."""
-
-    report: Report
-    plan: Plan | None = None
-    timeline: Timeline | None = None
+Answer = tuple[Report, Plan | None, Timeline | None]
+"""What is said, and what it was found with, if it fits."""
 
 
 def plan(settings: PlanSettings, console: Console) -> int:
-    """Plan, write and say it; returns the exit code: 0 if it fits, 2 if it does not, 3 if it does in more memory than
-    the machine has that was named.
-    """
+    """Plan, write and say it; returns the exit code: 0 if it fits, 2 if it does not."""
     if settings.config is not None:
         from gemini.jobs.models import find_config
 
@@ -57,49 +48,58 @@ def plan(settings: PlanSettings, console: Console) -> int:
             f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
         )
     with progress("tracing the step") as status:
-        report, made, timeline = _plan_over_mesh(way, status) if settings.mesh else _plan_whole(way, status)
-    value = None if made is None else made.to_json()
-    answer(settings, console, screen(report), json=json.dumps(report, indent=1), value=value, timeline=timeline)
-    return REFUSED if not report["fits"] else BEYOND if report["beyond"] else 0
+        report, made, timeline = (_plan_over_mesh if settings.mesh else _plan_whole)(way, status)
+    value, hint = None if made is None else made.to_json(), f"; to train by it: gemini sft --plan {settings.out} ..."
+    lines = screen(report)
+    answer(settings, console, lines, json=json.dumps(report, indent=1), value=value, timeline=timeline, hint=hint)
+    return 0 if report["fits"] else REFUSED
 
 
 def _plan_whole(way: Way, status: Status) -> Answer:
     """Of a model that ranks share as params alone."""
-    found: list[Found] = []
+    chosen, played = None, None
     if way.settings.fastest:
         way, found, candidates = choose(way, status)
-    settings = way.settings
+        if found:
+            chosen = {"options": options_of(way), "candidates": candidates, "played": len(found)}
+            played = found[1 : RUNNERS_UP + 1]
     status.update("choosing homes and moves ...")
+    made = timeline = None
     try:
         made = way.plan()
     except BudgetExceeded as e:
-        answer = Answer(describe(settings, way.machine, way.trace().forms[-1], refusal=e))
-        status.update("looking for what to change ...")
-        answer.report["changes"] += _changes(way)
+        report = describe(way.settings, way.machine, way.trace().forms[-1], refusal=e)
     else:
-        timeline = None
         if way.machine.hardware is not None:
             status.update("simulating the step ...")
             timeline = way.play(made)
-        answer = Answer(describe(settings, way.machine, made.trace, made, timeline), made, timeline)
+        report = describe(way.settings, way.machine, made.trace, made, timeline)
         if timeline is not None:
-            free = played_break_even(made, way.play, timeline, serial=settings.schedule == "serial")
-            answer.report["step"]["break_even"] = free
-        if found:
-            answer.report["fastest"] = chosen(found, candidates, answer.report)
-    if settings.alternatives:
-        for other in _alternatives(way, answer):
-            answer.report["alternatives"].append(other)
-            status.update(f"planning what else it could do, {len(answer.report['alternatives'])} of about 8 ...")
-    return answer
+            is_serial = way.settings.schedule == "serial"
+            report["step"]["break_even"] = played_break_even(made, way.play, timeline, serial=is_serial)
+    report["fastest"] = chosen
+    if played is not None:
+        report["alternatives"] += [
+            _alternative(options_of(other.way), True, report["step"] and report["tokens"] / other.seconds)
+            for other in played
+        ]
+    elif way.settings.alternatives or made is None:
+        for number, other in enumerate(_alternatives(way, made is not None, timeline), 1):
+            report["alternatives"].append(other)
+            status.update(f"planning what else it could do, {number} of about 8 ...")
+    return report, made, timeline
 
 
-# ---- what to change, and what else the machine could do --------------------------------------------------------------
+# ---- what else the machine could do ----------------------------------------------------------------------------------
 
 
-def _others(way: Way, *, fits: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Options that were not taken, their values, and what they do to what is computed; those first that change
-    nothing or little of it. Some are of use only where the step does not fit.
+def _alternative(options: str, fits: bool | None, tokens_per_second: float | None, result: str = "") -> Report:
+    return {"options": options, "result": result, "fits": fits, "tokens_per_second": tokens_per_second}
+
+
+def _others(way: Way, *, fits: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    """Options that were not taken, and what they do to what is computed; those first that change nothing or little of
+    it. Some are of use only where the step does not fit.
     """
     settings, on_gpu, trace = way.settings, way.machine.compute is Tier.GPU, way.trace()
     here, no_lora, sequences = settings.trace is None, settings.lora is None, settings.batch_size or 1
@@ -119,36 +119,26 @@ def _others(way: Way, *, fits: bool) -> Iterator[tuple[str, dict[str, Any], str]
         (here and not settings.load_in_4bit, {**lora, "load_in_4bit": True}, "4-bit base"),
         (True, {"gpus": 2 * settings.gpus}, "rounding"),
     )
-    return ((as_options(changes), changes, result) for is_open, changes, result in options if is_open)
+    return ((changes, result) for is_open, changes, result in options if is_open)
 
 
-def _changes(way: Way) -> Iterator[str]:
-    """Changes of a step that does not fit which make it fit, each found by placing again."""
-    for option, changes, result in _others(way, fits=False):
-        with suppress(GeminiError):  # a model without tiles, a machine without more GPUs
-            other = way.changed(**changes)
-            refusal = other.refusal(other.trace())
-            if refusal is None:
-                yield f"{option} ({result}): then it fits"
-            elif "gradient_checkpointing" in changes:
-                yield f"{option} ({result}): then {str(refusal).partition(' Cheapest change: ')[2]}"
-
-
-def _alternatives(way: Way, answer: Answer) -> Iterator[Report]:
-    """The step as asked; with checkpointing; then every other change, beside that where the step does not fit."""
-    fits, rate, beside, result = answer.plan is not None, None, "", ""
-    if answer.timeline is not None:
-        rate = answer.timeline.tokens_per_second
-    yield {"options": "as asked", "fits": fits, "tokens_per_second": rate, "result": result}
-    for option, changes, result in _others(way, fits=fits):
-        other = way.changed(**changes)
+def _alternatives(way: Way, fits: bool, timeline: Timeline | None) -> Iterator[Report]:
+    """The step as asked; with checkpointing; then every other change, beside that where the step does not fit. With
+    --alternatives each is planned as the step is, else it is only known whether there is a placement.
+    """
+    beside: dict[str, Any] = {}
+    yield _alternative("as asked", fits, None if timeline is None else timeline.tokens_per_second)
+    for changes, result in _others(way, fits=fits):
+        said = beside | changes
         try:
-            does_fit, rate = other.outcome()
-        except (JobError, MissingFigure) as e:
-            does_fit, rate, result = None, None, str(e).partition(" (")[0]
-        yield {"options": f"{beside}{option}", "fits": does_fit, "tokens_per_second": rate, "result": result}
-        if "gradient_checkpointing" in changes and not fits and does_fit is not None:
-            way, beside = other, f"{option} "
+            other = way.changed(**said)
+            does_fit, rate = other.outcome() if way.settings.alternatives else (other.fits(), None)
+        except (GeminiError, ValueError) as e:  # a model without tiles, a machine without more GPUs
+            yield _alternative(as_options(said), None, None, str(e).partition(" (")[0])
+            continue
+        yield _alternative(as_options(said), does_fit, rate, result)
+        if "gradient_checkpointing" in changes and not fits:
+            beside = changes
 
 
 # ---- over a mesh -----------------------------------------------------------------------------------------------------
@@ -161,11 +151,11 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
     the shortest. They are played in the order of what their steps take at least, until no other one can be among the
     best, or ``MOST_PLAYED`` are.
     """
-    settings, hardware = way.settings, way.machine.hardware
-    if hardware is None:
+    settings, machine = way.settings, way.machine
+    if machine.hardware is None:
         raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
     status.update("playing steps over meshes ...")
-    over, is_auto = _OverMesh(way, hardware), bool(settings.parallel)
+    over, is_auto = _OverMesh(way, machine.hardware), bool(settings.parallel)
     candidates = sorted(over.candidates(), key=lambda candidate: candidate[2]) if is_auto else [over.asked()]
     if not candidates:
         raise JobError(f"--parallel auto: no mesh of {settings.gpus} GPUs goes with this model.")
@@ -188,53 +178,50 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
         raise JobError(f"{over.words}: {unsuited}.") from unsuited
     if is_auto and found and found[0].sizes.pp > 2:  # to compare meshes it was played with two of its stages
         found[0] = over.play(found[0].sizes, found[0].micro_batches)
+    made = timeline = best = None
     if not found:  # where it fits on none, the first one is told
         sizes, refusal = next(iter(refused.items()))
         trace = way.trace(tp=sizes.tp, cp=sizes.cp)
-        answer = Answer(describe(settings, way.machine, trace, refusal=refusal))
+        report = describe(settings, machine, trace, refusal=refusal)
     else:
         best, sizes = found[0], found[0].sizes
         trace, made, timeline = way.trace(tp=sizes.tp, cp=sizes.cp), best.slowest.plan, best.slowest.timeline
-        answer = Answer(describe(settings, way.machine, made.trace, made, timeline, best=best), made, timeline)
+        report = describe(settings, machine, made.trace, made, timeline, best=best)
     samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
-    answer.report["batch"] = {"input_ids": (samples, length * trace.context_parallel)}
-    answer.report["mesh"] = _told(way, sizes, found[: RUNNERS_UP + 1])
-    return answer
-
-
-def _told(way: Way, sizes: MeshSizes, found: list[MeshOutcome]) -> Report:
-    """What a report says of a mesh: of the best one that was found, or of the one on which the step does not fit."""
-    settings, best = way.settings, next(iter(found), None)
-    return {
-        "mesh": str(sizes),
+    num_params = params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params
+    report |= {
+        "batch": {"input_ids": (samples, length * trace.context_parallel)},
+        "num_params": num_params,
+        "num_trained": num_params,
         "ranks": sizes.ranks,
-        "num_params": params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params,
-        "order": best.order if best else "",
-        "micro_batches": best.micro_batches if best else settings.accumulate,
-        "stages": [
-            {
-                "first_block": stage.blocks[0],
-                "stop_block": stage.blocks[1],
-                "num_params": stage.plan.trace.num_params,
-                "held": named(stage.plan.bytes_per_tier),
-                "seconds": stage.timeline.step_seconds,
-            }
-            for stage in (best.stages if best and sizes.pp > 1 else ())
+        "accumulate": best.micro_batches if best else settings.accumulate,
+        "mesh": {
+            "mesh": _words_of(best) if best else str(sizes),
+            "stages": [
+                {
+                    "first_block": stage.blocks[0],
+                    "stop_block": stage.blocks[1],
+                    "num_params": stage.plan.trace.num_params,
+                    "held": named(stage.plan.bytes_per_tier),
+                    "seconds": stage.timeline.step_seconds,
+                }
+                for stage in (best.stages if best and sizes.pp > 1 else ())
+            ],
+            "bubble": best.bubble if best else 0.0,
+            "sent": dict(best.sent) if best else {},
+            "chosen": best is not None and is_auto,
+        },
+        "alternatives": [
+            _alternative(_words_of(o), True, o.tokens_per_second, f"{o.micro_batches} micro-batches")
+            for o in found[1 : RUNNERS_UP + 1]
         ],
-        "bubble": best.bubble if best else 0.0,
-        "sent": dict(best.sent) if best else {},
-        "runners_up": [
-            {
-                "mesh": str(other.sizes),
-                "order": other.order,
-                "micro_batches": other.micro_batches,
-                "tokens_per_second": other.tokens_per_second,
-                "compute_bytes": max(s.plan.bytes_per_tier.get(way.machine.compute, 0) for s in other.stages),
-            }
-            for other in found[1:]
-        ],
-        "chosen": best is not None and bool(settings.parallel),
     }
+    return report, made, timeline
+
+
+def _words_of(outcome: MeshOutcome) -> str:
+    orders = {"1f1b": "; one forward, one backward", "bfs": "; breadth first", "": ""}
+    return f"{outcome.sizes}{orders[outcome.order]}"
 
 
 class _OverMesh:

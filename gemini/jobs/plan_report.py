@@ -5,27 +5,26 @@ What each of its fields is, the reference of the command line says (docs/referen
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 from gemini.errors import BudgetExceeded, human_bytes
-from gemini.jobs.planner import Machine
+from gemini.jobs.planner import Machine, problem_of
 from gemini.jobs.screen import fact, human_count, human_rate, in_options, shown_bytes, table
 from gemini.jobs.settings import PlanSettings
-from gemini.planning.break_even import TOLERANCE, Grow, break_even
+from gemini.planning.break_even import TOLERANCE
 from gemini.planning.parallel import MeshOutcome
 from gemini.planning.plan import Plan
-from gemini.planning.planes import ADAM, GRADS, plane_specs, precision_of
+from gemini.planning.planes import ADAM
 from gemini.planning.timeline import Timeline, Track, human_seconds
 from gemini.planning.token_tiles import tile_words
 from gemini.planning.trace import MemoryTrace, Phase
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
 
-VERSION = 2
+VERSION = 3
 Report = dict[str, Any]
 
 
@@ -45,20 +44,16 @@ def describe(
         trace: one micro-batch on one rank; over a mesh on one of the slowest stage, and so are plan and timeline.
         best: the step over a mesh.
     """
-    ranks = machine.ranks if plan is None else plan.layout.ranks
-    accumulate = settings.accumulate if plan is None else plan.accumulate
-    gradients = settings.kept_gradients if plan is None else plan.problem.gradients
-    rule, needs = settings.rule_in(trace.precision), Counter[str]()
-    for chunk in trace.layout(ranks=ranks, rule=rule).chunks:
-        precision, own = precision_of(chunk, trace.precision), rule.of(chunk.exact)
-        specs = plane_specs(precision, gradients, own, trainable=chunk.trainable, coded=chunk.coded)
-        needs.update({kind: spec.page_bytes(chunk.numel // ranks) for kind, spec in specs.items()})
-    states = sum(n for kind, n in needs.items() if kind not in GRADS) * ranks
+    problem = problem_of(settings, machine, trace) if plan is None else plan.problem
+    ranks, accumulate = problem.layout.ranks, settings.accumulate if plan is None else plan.accumulate
+    needs, update = Counter[str](), Counter[str]()
+    for sizes in problem.sizes:
+        needs.update(sizes)
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
-    update: Counter[str] = Counter()
-    for index, chunk in enumerate(plan.layout.chunks if plan else ()):
-        if plan and chunk.trainable:
-            update[plan.update_tier(index).value] += chunk.payload
+    if plan is not None:
+        for index, chunk in enumerate(plan.layout.chunks):
+            if chunk.trainable:
+                update[plan.update_tier(index).value] += chunk.payload
     return {
         "gemini": "plan report",
         "version": VERSION,
@@ -67,7 +62,7 @@ def describe(
         "num_params": trace.num_params,
         "num_trained": sum(param.numel for param in trace.params if param.trainable),
         "precision": trace.precision,
-        "gradients": gradients,
+        "gradients": problem.gradients,
         "checkpointing": trace.checkpointing,
         "tile_tokens": trace.tile_tokens,
         "batch": dict(trace.batch),
@@ -76,18 +71,16 @@ def describe(
         "ranks": ranks,
         "compute": machine.compute.value,
         "machine": None if machine.hardware is None else machine.hardware.name,
-        "optimizer": rule.name,
-        "bytes_per_param": plan.bytes_per_param if plan else states / max(1, trace.num_params),
+        "optimizer": problem.rule.name,
+        "bytes_per_param": plan.bytes_per_param if plan else None,
         "needs": dict(needs),
         "budgets": named(machine.budgets_of_rank),
         "origins": named(machine.origins),
-        "beyond": _beyond(settings, machine),
         "activations": {
             "peak_bytes": trace.peak_bytes,
             "peak_module": top.module if top else "",
             "peak_phase": top.phase.value if top else "",
             "checkpoint_bytes": trace.checkpoint_bytes,
-            "buffer_bytes": trace.buffer_bytes,
             "offloaded_to": plan.offload_activations if plan else None,
         },
         "refusal": None if refusal is None else str(refusal),
@@ -96,26 +89,15 @@ def describe(
         "streamed": sum(plan.layout.chunks[index].payload for index in plan.placement.streamed) if plan else 0,
         "moved": by_name(plan.traffic) if plan else {},
         "step": _step(settings, machine, plan, timeline, best) if plan and timeline else None,
-        "changes": [],
         "mesh": None,
-        "alternatives": [],
         "fastest": None,
+        "alternatives": [],
     }
 
 
 def named(of: Mapping[Tier, Any]) -> dict[str, Any]:
     """By the names of the tiers."""
     return {tier.value: value for tier, value in of.items()}
-
-
-def _beyond(settings: PlanSettings, machine: Machine) -> str:
-    """What is given of more than the machine has, and how to say that it is there."""
-    given = {tier.value: getattr(settings, tier.value) for tier in machine.beyond}
-    if not given or machine.hardware is None:
-        return ""
-    more = " and ".join(f"--{name} {size}" for name, size in given.items())
-    sizes = ",".join(f"{name}={size}" for name, size in given.items())
-    return f"{more}: more than {machine.hardware.name} has. If yours has it, say --machine {settings.machine},{sizes}"
 
 
 def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeline, best: MeshOutcome | None) -> Report:
@@ -125,7 +107,6 @@ def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeli
     waited = {cause: waits for cause, waits in timeline.stalls.items() if waits > 0}
     if best is not None and best.bubble:
         waited["other stages"] = best.bubble
-    serial = settings.schedule == "serial"
     written = by_name(plan.traffic).get("cpu->nvme", 0) * machine.sharing
     rated = figures.get("nvme_endurance")
     # Model FLOPs utilization: the FLOP/s without what checkpointing computes again, as a share of the GPU's peak
@@ -142,7 +123,6 @@ def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeli
         "busy": {track.value: s for track, s in sorted(timeline.busy.items(), key=lambda item: -item[1])},
         "waited": waited,
         "break_even": None,
-        "break_even_accumulating": break_even(timeline, serial=True, grow=Grow.ACCUMULATE) if serial else None,
         "mfu": timeline.flops * (1 - again / of_all) / seconds / peak.value
         if is_known and peak and of_all and seconds
         else None,
@@ -156,58 +136,53 @@ def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeli
 FEW_STEPS = 100_000
 """Fewer steps than this until drives are worn out are a warning; of ten times as many nothing is said."""
 
-_ORDERS = {"1f1b": "; one forward, one backward", "bfs": "; breadth first", "": ""}
-
 
 def screen(report: Report) -> list[str]:
     """The lines, as ``say`` takes them: parts with an empty line between them."""
     found: list[str] = []
-    for part in (_head, _verdict, _mesh, _homes, _facts, _runners_up, _fastest, _changes, _alternatives):
+    for part in (_head, _verdict, _mesh, _homes, _facts, _alternatives):
         lines = [*part(report)]
         found += ["", *lines] if lines and found else lines
     return found
 
 
 def _head(report: Report) -> Iterator[str]:
-    mesh, on_gpu = report["mesh"], report["compute"] == "gpu"
-    # Of a mesh all else is one rank.
-    of_all = mesh or {**report, "micro_batches": report["accumulate"]}
-    ranks, micro_batches = of_all["ranks"], of_all["micro_batches"]
-    frozen = 0 if mesh else report["num_params"] - report["num_trained"]
+    ranks, micro_batches, frozen = report["ranks"], report["accumulate"], report["num_params"] - report["num_trained"]
     of_them = f", {human_count(frozen)} of them frozen" if frozen else ""
-    yield f"{report['model']}, {human_count(of_all['num_params'])} params{of_them}, {report['precision']}"
+    yield f"{report['model']}, {human_count(report['num_params'])} params{of_them}, {report['precision']}"
     shapes = sorted({"x".join(map(str, shape)) for shape in report["batch"].values()})
     step_words = {
         f"{', '.join(shapes) or 'a batch'} tokens": True,
         f"{micro_batches} micro-batches": micro_batches > 1,
         "gradient checkpointing": report["checkpointing"],
         f"tiles of {tile_words(report['tile_tokens'])}": report["tile_tokens"],
-        f"{ranks} {'GPUs' if on_gpu else 'processes'}": ranks > 1,
+        f"{ranks} {'GPUs' if report['compute'] == 'gpu' else 'processes'}": ranks > 1,
         f"gradients {report['gradients']}": report["gradients"] != "retain",
-        f"{report['tokens']:,} tokens a step": micro_batches * ranks > 1 and (report["fits"] or not mesh),
+        f"{report['tokens']:,} tokens a step": micro_batches * ranks > 1 and (report["fits"] or not report["mesh"]),
     }
     yield fact("step", "; ".join(words for words, holds in step_words.items() if holds))
-    origins = report["origins"]
-    given = [f"{tier} {human_bytes(n)} {origins.get(tier, '')}".rstrip() for tier, n in report["budgets"].items()]
+    given = [f"{t} {human_bytes(n)} {report['origins'].get(t, '')}".rstrip() for t, n in report["budgets"].items()]
     given += [f"machine {report['machine']}"] if report["machine"] else []
-    yield fact("given, each" if report["ranks"] > 1 else "given", "; ".join(given))
+    yield fact("given, each" if ranks > 1 else "given", "; ".join(given))
+    if best := report["fastest"]:
+        of_all = f"the quickest of {best['candidates']} ways that fit" if report["step"] else "the largest that fits"
+        yield fact("chosen", f"{best['options']} ({of_all}, {best['played']} planned)")
 
 
 def _verdict(report: Report) -> Iterator[str]:
-    needs = report["needs"]
     if report["fits"]:
-        gradients = needs.get("grad", 0) * report["ranks"] / max(1, report["num_trained"])
-        more = f", and {gradients:.2f} for gradients until the update" if gradients else ""
         rule = "" if report["optimizer"] == ADAM.name else f" with {report['optimizer']}"
-        verdict = f"FITS, BUT {report['beyond']}. It takes" if report["beyond"] else "FITS:"
-        yield f"{verdict} {report['bytes_per_param']:.2f} bytes per trained param{rule}{more}"
+        of_params = 0 if report["mesh"] else report["num_trained"]
+        gradients = report["needs"].get("grad", 0) * report["ranks"] / of_params if of_params else 0
+        more = f", and {gradients:.2f} for gradients until the update" if gradients else ""
+        yield f"FITS: {report['bytes_per_param']:.2f} bytes per trained param{rule}{more}"
         return
     refusal, _, change = report["refusal"].partition(" Cheapest change: ")
     yield "DOES NOT FIT: " + (refusal.partition(" does not fit: ")[2] or refusal)
     if change:
         yield fact("cheapest change", in_options(change, "--nvme"))
-    each = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in needs.items())
-    yield fact("it needs", f"{human_bytes(sum(needs.values()))} for states and gradients: {each}")
+    each = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in report["needs"].items())
+    yield fact("it needs", f"{human_bytes(sum(report['needs'].values()))} for states and gradients: {each}")
 
 
 def _mesh(report: Report) -> Iterator[str]:
@@ -216,7 +191,7 @@ def _mesh(report: Report) -> Iterator[str]:
     if mesh is None:
         return
     rank = "a GPU" if report["compute"] == "gpu" else "a rank"
-    yield fact("best mesh" if mesh["chosen"] else "mesh", f"{mesh['mesh']}{_ORDERS[mesh['order']]}")
+    yield fact("best mesh" if mesh["chosen"] else "mesh", mesh["mesh"])
     if stages := mesh["stages"]:
         rows = [
             (
@@ -237,60 +212,26 @@ def _mesh(report: Report) -> Iterator[str]:
         yield from table((f"{rank} sends for", "in its machine", "to others"), rows)
 
 
-def _runners_up(report: Report) -> Iterator[str]:
-    """Other meshes that ``--parallel auto`` has tried."""
-    others = report["mesh"]["runners_up"] if report["mesh"] else ()
-    if others:
-        rows = [
-            (
-                f"  {other['mesh']}{_ORDERS[other['order']]}",
-                other["micro_batches"],
-                human_bytes(other["compute_bytes"]),
-                human_rate(other["tokens_per_second"]),
-            )
-            for other in others
-        ]
-        yield from table(("other meshes", "micro-batches", report["compute"], "tokens/s"), rows)
-
-
-def _fastest(report: Report) -> Iterator[str]:
-    """What was chosen, what was next to it, and how to run it."""
-    best = report["fastest"]
-    if best is None:
-        return
-    of_all = f"the quickest of {best['candidates']} ways that fit" if report["step"] else "the largest that fits"
-    yield fact("chosen", f"{best['options']} ({of_all}, {best['played']} planned)")
-    if best["hours_per_million"]:
-        yield fact("", f"{best['hours_per_million']:.3g} hours for a million tokens")
-    for number, other in enumerate(best["runners_up"]):
-        words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['loss']:.1%} less"
-        yield fact("" if number else "next to it", words)
-    # In lines that a shell takes together.
-    lines = textwrap.wrap(best["command"], 60, break_long_words=False, break_on_hyphens=False)
-    for number, line in enumerate(lines):
-        yield fact("" if number else "run it with", f"{line}{'' if line is lines[-1] else ' ' + chr(92)}")
-    for number, line in enumerate(best["python"]):
-        yield fact("" if number else "or in Python", line)
-
-
 def _homes(report: Report) -> Iterator[str]:
     """Who lives where: a row for each kind of content, a column for each tier."""
-    held, update, compute = report["held"], report["update"], report["compute"]
+    held, update, budgets = report["held"], report["update"], report["budgets"]
     if not held:
         return
-    found = dict.fromkeys(kind for kinds in held.values() for kind in kinds)
-    kinds = [kind for kind in report["needs"] if kind in found]
-    kinds += [kind for kind in found if kind not in report["needs"]]
-    rows = [(f"  {kind}", *(shown_bytes(of_tier.get(kind, 0)) for of_tier in held.values())) for kind in kinds]
+    kinds = dict.fromkeys((*report["needs"], *(kind for of_tier in held.values() for kind in of_tier)))
+    rows = [
+        (f"  {kind}", *(shown_bytes(of_tier.get(kind, 0)) for of_tier in held.values()))
+        for kind in kinds
+        if any(kind in of_tier for of_tier in held.values())
+    ]
     used = {tier: sum(of_tier.values()) for tier, of_tier in held.items()}
+    free = {tier: budgets[tier] - num_bytes for tier, num_bytes in used.items()}
     rows.append(("  in all", *map(human_bytes, used.values())))
-    free = {tier: report["budgets"][tier] - num_bytes for tier, num_bytes in used.items()}
-    rows.append(("  free", *(f"{human_bytes(n)} {_percent(n, report['budgets'][t]):>4}" for t, n in free.items())))
+    rows.append(("  free", *(f"{human_bytes(n)} {_percent(n, budgets[tier]):>4}" for tier, n in free.items())))
     if trained := sum(update.values()):
         rows.append(("  updates run on", *(_percent(update[t], trained) if t in update else "." for t in held)))
     if report["streamed"]:
         streamed = _percent(report["streamed"], trained)
-        rows.append(("  of it streamed", *(streamed if tier == compute else "." for tier in held)))
+        rows.append(("  of it streamed", *(streamed if tier == report["compute"] else "." for tier in held)))
     yield from table(("who lives where".ljust(20), *(tier.rjust(13) for tier in held)), rows)
 
 
@@ -335,26 +276,20 @@ def _time(report: Report, step: Report) -> Iterator[str]:
     if worn is not None and worn < 10 * FEW_STEPS:
         written = f"{'WARNING: ' if worn < FEW_STEPS else ''}{human_bytes(step['nvme_written'])} written a step"
         yield fact("drives wear", f"{written}: {worn:,} steps until what the drives are rated for")
-    if report["mesh"] is None:
-        yield fact("offload is free", _free(report["tokens"], step))
-
-
-def _free(tokens: int, step: Report) -> str:
-    """From how many tokens per step on a step is as long as its computing alone."""
-    larger, more = step["break_even"], step["break_even_accumulating"]
-    if Track.COMPUTE.value not in step["busy"]:
-        return "not known: the trace has no work in it"
-    ways = [f"from {human_count(larger)} tokens a step on in larger micro-batches"] if larger is not None else []
-    ways += [f"from {human_count(more)} in more micro-batches of this size"] if more is not None else []
-    return f"{' or '.join(ways) or 'at no number of tokens'} (within {TOLERANCE:.0%}; now {tokens:,})"
-
-
-def _changes(report: Report) -> Iterator[str]:
-    for number, change in enumerate(report["changes"]):
-        yield fact("what to change" if number == 0 else "", in_options(change, "--nvme"))
+    if report["mesh"] is None and Track.COMPUTE.value in step["busy"]:
+        larger = step["break_even"]
+        tokens = f"from {human_count(larger)}" if larger is not None else "at no number of"
+        words = f"{tokens} tokens a step{' on' if larger is not None else ''} in larger micro-batches"
+        yield fact("offload is free", f"{words} (within {TOLERANCE:.0%}; now {report['tokens']:,})")
 
 
 def _alternatives(report: Report) -> Iterator[str]:
+    """What else there is: of ``--fastest`` a line each, since all of them fit and compute the same."""
+    if report["fastest"]:
+        for number, other in enumerate(report["alternatives"]):
+            rate = human_rate(other["tokens_per_second"])
+            yield fact("" if number else "next to it", f"{other['options']}: {rate} tokens/s")
+        return
     fits = {True: "yes", False: "no", None: "."}
     rows = [
         (other["options"], other["result"], fits[other["fits"]], human_rate(other["tokens_per_second"]))

@@ -2,7 +2,7 @@
 the quickest step of so many tokens, by branch and bound.
 
 Every way to make a step is known from two traces of it. Those that fit are planned and played in the order of what they
-take at least, until none that is left can be quicker. What is found is said with the command that runs it.
+take at least, until none that is left can be quicker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
-from gemini.planning.rules import RULES
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
@@ -49,7 +48,6 @@ class Machine(NamedTuple):
     compute: Tier
     ranks: int
     sharing: int  # ranks that divide its host memory and drives
-    beyond: tuple[Tier, ...]  # tiers that more was given of than it has
 
     @property
     def budgets_of_rank(self) -> dict[Tier, int]:
@@ -63,7 +61,6 @@ def machine_of(settings: PlanSettings) -> Machine:
     hardware = None if settings.machine is None else load_hardware(settings.machine)
     budgets: dict[Tier, int] = {}
     origins: dict[Tier, str] = {}
-    beyond: list[Tier] = []
     for tier in Tier:
         if tier is Tier.GPU and settings.compute == "cpu":
             continue
@@ -72,11 +69,12 @@ def machine_of(settings: PlanSettings) -> Machine:
         if given is None and capacity is not None:
             given, origins[tier] = int(capacity * MARGIN), f"({MARGIN:.0%} of {human_bytes(capacity)})"
         if given and hardware is not None and capacity is not None and given > capacity:
-            # Who gives a size may know the machine: its speeds are taken, and what a named one has is said.
-            has = f"{hardware.name}: {human_bytes(capacity)}"
             if given > ROUNDED * capacity:
-                beyond.append(tier)
-            origins[tier] = f"(MORE than it has, {has})" if tier in beyond else f"({has})"
+                raise JobError(
+                    f"--{tier.value} {said} is more than {hardware.name} has, {human_bytes(capacity)}. If yours has "
+                    f"it, say --machine {settings.machine},{tier.value}={said}."
+                )
+            origins[tier] = f"({hardware.name}: {human_bytes(capacity)})"
             hardware = hardware.with_figures("as given", **{f"{tier.value}_bytes": given})
         if given:
             budgets[tier] = given
@@ -98,7 +96,24 @@ def machine_of(settings: PlanSettings) -> Machine:
                 f"--gpus {settings.gpus}: a {hardware.name} has {num_gpus}, so that many or fewer, or a multiple of it "
                 "for several machines."
             )
-    return Machine(budgets, origins, hardware, compute, settings.gpus, sharing, tuple(beyond))
+    return Machine(budgets, origins, hardware, compute, settings.gpus, sharing)
+
+
+def problem_of(
+    settings: PlanSettings, machine: Machine, trace: MemoryTrace, where: str | None = None, **more: Any
+) -> Problem:
+    """What is placed; ``where``: the inputs of checkpointed blocks wait."""
+    return pose_problem(
+        trace,
+        machine.budgets_of_rank,
+        precision=trace.precision,
+        gradients=settings.kept_gradients,
+        compute=machine.compute,
+        offload_activations=where,
+        ranks=machine.ranks,
+        rule=settings.rule_in(trace.precision),
+        **more,
+    )
 
 
 class Way:
@@ -109,7 +124,6 @@ class Way:
         self.machine = machine_of(settings)
         self._traces = traces or Traces()
         self._made: Plan | None = None
-        self._played: tuple[Plan, Timeline] | None = None  # the last one
 
     def changed(self, **options: Any) -> Way:
         """Take other options, and perhaps with them another machine."""
@@ -150,9 +164,7 @@ class Way:
     def play(self, plan: Plan) -> Timeline:
         """The step in time, on a machine whose speeds are known."""
         assert self.machine.hardware is not None
-        if self._played is None or self._played[0] is not plan:
-            self._played = plan, gemini.simulate(plan, self.machine.hardware, schedule=self.settings.schedule)
-        return self._played[1]
+        return gemini.simulate(plan, self.machine.hardware, schedule=self.settings.schedule)
 
     def outcome(self) -> tuple[bool, float | None]:
         """Whether the step fits, and its tokens per second where the speeds of the machine are known."""
@@ -162,35 +174,15 @@ class Way:
             return False, None
         return True, None if self.machine.hardware is None else self.play(plan).tokens_per_second
 
-    def refusal(self, trace: MemoryTrace) -> BudgetExceeded | None:
-        """Why there is no placement at all, if so: quicker than looking for the best one."""
+    def fits(self, trace: MemoryTrace | None = None) -> bool:
+        """Whether there is a placement: quicker than looking for the best one."""
         where = self.settings.offload_activations
-        found = None
-        for step, place in product(trace.forms, {"auto": (None, "cpu"), "no": (None,)}.get(where, (where,))):
-            try:
-                fill_fastest(self._problem(step, place))
-                return None
-            except BudgetExceeded as e:
-                found = found or e
-        return found
-
-    def fits(self) -> bool:
-        """Whether there is a placement."""
-        return self.refusal(self.trace()) is None
-
-    def _problem(self, trace: MemoryTrace, where: str | None, **more: Any) -> Problem:
-        settings = self.settings
-        return pose_problem(
-            trace,
-            self.machine.budgets_of_rank,
-            precision=trace.precision,
-            gradients=settings.kept_gradients,
-            compute=self.machine.compute,
-            offload_activations=where,
-            ranks=self.machine.ranks,
-            rule=settings.rule_in(trace.precision),
-            **more,
-        )
+        places: tuple[str | None, ...] = {"auto": (None, "cpu"), "no": (None,)}.get(where, (where,))
+        for step, place in product((trace or self.trace()).forms, places):
+            with suppress(BudgetExceeded):
+                fill_fastest(problem_of(self.settings, self.machine, step, place))
+                return True
+        return False
 
     @property
     def may_tile(self) -> bool:
@@ -212,7 +204,7 @@ class Way:
         more: dict[str, Any] = {"overlap": False} | ({"activations": 0} if where == "auto" or self.may_tile else {})
         return least_seconds(
             trace,
-            self._problem(trace, None if where in ("auto", "no") else where, **more),
+            problem_of(settings, self.machine, trace, None if where in ("auto", "no") else where, **more),
             hardware,
             accumulate=settings.accumulate,
             schedule=settings.schedule,
@@ -348,7 +340,7 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
             continue
         if alone and too_large and not other.may_tile and not way.changed(batch_size=1, accumulate=1).fits():
             continue
-        if other.refusal(other.plain()) is None:  # tiles are for what does not fit without
+        if other.fits(other.plain()):  # tiles are for what does not fit without
             yield other.changed(tile_tokens=None) if other.may_tile else other
         elif other.may_tile and other.fits():
             yield other
@@ -356,80 +348,10 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
             too_large = True
 
 
-def chosen(found: list[Found], candidates: int, report: dict[str, Any]) -> dict[str, Any]:
-    """What a report says of it."""
-    best, *others = found
-    tokens, step = report["tokens"], report["step"]
-    return {
-        "options": options_of(best.way),
-        "candidates": candidates,
-        "played": len(found),
-        "runners_up": [
-            {
-                "options": options_of(other.way),
-                "tokens_per_second": tokens / other.seconds,
-                "loss": 1 - best.seconds / other.seconds,
-            }
-            for other in (others[:RUNNERS_UP] if step else ())
-        ],
-        "hours_per_million": step and 1e6 / step["tokens_per_second"] / 3600,
-        "command": sft_command(best.way, best.plan),
-        "python": python_lines(best.way, best.plan),
-    }
-
-
-# ---- how to run it ---------------------------------------------------------------------------------------------------
-
-
 def options_of(way: Way) -> str:
     """What was chosen, as options of ``gemini plan``."""
     names = ("batch_size", "accumulate", "gradient_checkpointing", "offload_activations", "tile_tokens")
     return as_options({name: getattr(way.settings, name) for name in names})
-
-
-def sft_command(way: Way, plan: Plan) -> str:
-    """``gemini sft`` that runs the plan, which ``--out`` writes; "" if it has no step like it."""
-    settings, ranks = way.settings, plan.layout.ranks
-    if plan.problem.gradients == "transient":
-        return ""
-    said = {
-        "model_name_or_path": settings.config,
-        "dataset_name": "DATA",
-        "plan": settings.out or "PLAN",
-        "nvme_path": any(plan.bytes_per_tier.get(tier) for tier in Tier if tier.in_files) and "FOLDER",
-        "attn_implementation": settings.attn_implementation,
-        "use_peft": settings.lora is not None,
-        "lora_r": settings.lora,
-        "lora_target_modules": settings.lora and "all-linear",
-        "load_in_4bit": settings.load_in_4bit,
-        "use_cpu": settings.compute == "cpu",
-    }
-    start = f"torchrun --nproc-per-node {ranks} -m gemini" if ranks > 1 else "gemini"
-    return f"{start} sft {as_options(said)}"
-
-
-def python_lines(way: Way, plan: Plan) -> list[str]:
-    """The lines of a program that manage ``model`` by the plan, which ``--out`` writes."""
-    settings = way.settings
-    memory = {tier.value: getattr(settings, tier.value) for tier in way.machine.budgets if not tier.in_files}
-    for tier in [tier for tier in way.machine.budgets if tier.in_files and plan.bytes_per_tier.get(tier)]:
-        size = getattr(settings, tier.value) or f"{way.machine.budgets[tier] >> 20}MiB"
-        memory |= {tier.value: size, f"{tier.value}_path": "FOLDER"}
-    budgets = ", ".join(f"{name}={size!r}" for name, size in memory.items() if size is not None)
-    said = {
-        "precision": plan.problem.precision,
-        "gradients": plan.problem.gradients,
-        "states": None if settings.states == "exact" else settings.states,
-        "device": settings.compute if settings.compute == "cpu" else None,
-    }
-    options = [f"memory=gemini.MemoryBudget({budgets})"] if budgets else []
-    options += [f"{name}={value!r}" for name, value in said.items() if value is not None]
-    if settings.optimizer != "adamw":
-        entry = RULES[settings.optimizer]
-        options.append(f"optimizer={entry.module}.{entry.rule}()")
-    options.append(f"placement=gemini.Plan.from_json(open({str(settings.out or 'PLAN')!r}).read())")
-    checkpointing = ["model.gradient_checkpointing_enable()"] if plan.trace.checkpointing else []
-    return [*checkpointing, f"model = gemini.GeminiDDP(model, gemini.GeminiConfig({', '.join(options)}))"]
 
 
 def as_options(said: dict[str, Any]) -> str:

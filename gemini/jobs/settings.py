@@ -1,7 +1,7 @@
 """What each command was asked to do: a frozen record, whose fields are the options of its command line.
 
-A field says its help, the heading it stands under and how argparse reads it; the table at the end says which options do
-not go together. No torch is imported here: a refusal takes no seconds.
+A field says its help, the heading it stands under and how argparse reads it; ``check`` says which options do not go
+together. No torch is imported here: a refusal takes no seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gemini.config import contradictions
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
@@ -167,8 +166,6 @@ class Record:
 
     def check(self) -> None:
         """Raises: JobError: for options of which no files or hardware could make both right."""
-        for pair in contradictions(self, _APART):
-            raise JobError(_APART[pair].format(self=self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +221,15 @@ class TraceSettings(_Step):
     json: bool = opt(_OUTPUT, _JSON, False)
     out: Path | None = opt(_OUTPUT, "A JSON file for the trace: what --trace of `plan` takes.", type=new_file)
 
+    def check(self) -> None:
+        if self.load_in_4bit and self.lora is None:
+            raise JobError("--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then.")
+        if self.attn_implementation == "flash_attention_2" and (self.precision == "fp32" or self.target == "cpu"):
+            raise JobError(
+                "--attn-implementation flash_attention_2 computes in bf16 and fp16 on CUDA only: leave it out, or "
+                "--precision fp32, --target cpu and --compute cpu."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateSettings(_Played):
@@ -275,6 +281,45 @@ class PlanSettings(_Played, _Step):
         _OUTPUT, "A table of what else the machine could do with the step, each planned as the step is.", False
     )
 
+    def check(self) -> None:
+        several = self.accumulate > 1
+        if self.config is None and self.trace is None:
+            raise JobError("Say what to plan for: a config.json, a model folder, a preset, or a trace with --trace.")
+        if self.trace is not None and self.described:
+            raise JobError(
+                f"{self.described} describes a step that is to be traced, and --trace {self.trace} brings one that has "
+                "been: drop one of the two."
+            )
+        if self.tokens_per_step is not None and (not self.fastest or self.batch_size or several):
+            raise JobError(
+                "--tokens-per-step is for --fastest, which divides them: else --batch-size and --accumulate say it."
+            )
+        if self.fastest and (self.alternatives or self.trace is not None or self.mesh):
+            raise JobError(
+                "--fastest looks at steps of several sizes on GPUs that share params, and shows what else there is: "
+                "leave --alternatives, --trace, --tp, --pp, --cp and --parallel out."
+            )
+        if self.parallel and self.dims:
+            raise JobError("--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.")
+        if self.mesh and (self.trace is not None or self.tile_tokens or self.lora or self.out or self.alternatives):
+            raise JobError(
+                f"{self.mesh} makes a plan for each stage from a config: leave --trace, --tile-tokens, --lora, --out "
+                "and --alternatives out."
+            )
+        if (self.parallel or self.tp > 1 or self.pp > 1) and self.gradients == "transient":
+            raise JobError(
+                f"{self.mesh} with --gradients transient: slices and stages keep gradients until the update."
+            )
+        if (self.parallel or self.pp > 1) and self.precision == "fp16":
+            raise JobError(f"{self.mesh} with --precision fp16: stages have no common loss scale.")
+        if self.gradients in ("transient", "retain") and several:
+            raise JobError(
+                f"--gradients {self.gradients} has one backward per update, and --accumulate {self.accumulate} has "
+                "several: leave --gradients out."
+            )
+        if self.gradients == "transient" and self.precision == "fp16":
+            raise JobError("--gradients transient updates inside backward, which does not go with --precision fp16.")
+
     @property
     def dims(self) -> dict[str, int]:
         """The sizes of the mesh in which ranks share more than params, by option."""
@@ -288,7 +333,8 @@ class PlanSettings(_Played, _Step):
     @property
     def described(self) -> str:
         """The option that describes the step to trace, if one does."""
-        return next((spelled(name) for name in _OF_THE_TRACE if getattr(self, name)), "")
+        of_trace = [option.name for option in fields(_Step) if option.name not in ("config", "layers")]
+        return next((spelled(name) for name in ("batch_size", "precision", *of_trace) if getattr(self, name)), "")
 
     def rule_in(self, precision: str) -> RuleSpec:
         """The planes of the update rule, with its states kept as was asked; a JobError if it has no compact form."""
@@ -336,49 +382,6 @@ class DoctorSettings(Record):
     measure: bool = opt(None, "Measure the machine's speeds, and with --nvme-path those of the first drive.", False)
     json: Path | None = opt(None, "Write what was measured to this file, for --machine of gemini plan.", type=new_file)
 
-
-# ---- what does not go together ---------------------------------------------------------------------------------------
-
-_OF_THE_TRACE = (
-    "batch_size seq_len precision gradient_checkpointing tile_tokens lora load_in_4bit attn_implementation"
-).split()
-
-_APART = {
-    ("json", "measure=False"): "--json {self.json} is for the figures that --measure finds: add --measure",
-    ("!config", "!trace"): "Say what to plan for: a config.json, a model folder, a preset, or a trace with --trace.",
-    ("trace", "described"): (
-        "{self.described} describes a step that is to be traced, and --trace {self.trace} brings one that has been: "
-        "drop one of the two."
-    ),
-    ("tokens_per_step", "!fastest|batch_size|accumulate>1"): (
-        "--tokens-per-step is for --fastest, which divides them: else --batch-size and --accumulate say it."
-    ),
-    ("fastest", "alternatives|trace|mesh"): (
-        "--fastest looks at steps of several sizes on GPUs that share params, and shows what else there is: leave "
-        "--alternatives, --trace, --tp, --pp, --cp and --parallel out."
-    ),
-    ("parallel", "dims"): "--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.",
-    ("mesh", "trace|tile_tokens|lora|out|alternatives"): (
-        "{self.mesh} makes a plan for each stage from a config: leave --trace, --tile-tokens, --lora, --out "
-        "and --alternatives out."
-    ),
-    ("parallel|tp>1|pp>1", "gradients=transient"): (
-        "{self.mesh} with --gradients transient: slices and stages keep gradients until the update."
-    ),
-    ("parallel|pp>1", "precision=fp16"): "{self.mesh} with --precision fp16: stages have no common loss scale.",
-    ("gradients=transient|gradients=retain", "accumulate>1"): (
-        "--gradients {self.gradients} has one backward per update, and --accumulate {self.accumulate} has several: "
-        "leave --gradients out."
-    ),
-    ("gradients=transient", "precision=fp16"): (
-        "--gradients transient updates inside backward, which does not go with --precision fp16."
-    ),
-    ("load_in_4bit", "!lora"): (
-        "--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then."
-    ),
-    ("attn_implementation=flash_attention_2", "precision=fp32|target=cpu"): (
-        "--attn-implementation flash_attention_2 computes in bf16 and fp16 on CUDA only: leave it out, or "
-        "--precision fp32, --target cpu and --compute cpu."
-    ),
-}
-"""Two conditions, as `contradictions` reads them, and what is said of the first pair that holds."""
+    def check(self) -> None:
+        if self.json is not None and not self.measure:
+            raise JobError(f"--json {self.json} is for the figures that --measure finds: add --measure")

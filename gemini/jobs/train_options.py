@@ -16,7 +16,7 @@ import torch
 import trl
 from accelerate import ParallelismConfig
 
-from gemini.config import GeminiConfig, MemoryBudget, contradictions
+from gemini.config import GeminiConfig, MemoryBudget
 from gemini.jobs.data import is_text
 from gemini.jobs.errors import JobError, refusing
 from gemini.jobs.settings import Refusing, at_least, seed, size, tiles
@@ -190,8 +190,7 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
         script, args, model, mixture, ours = made
         config = config_of(args, ours, plan)
     options = Options(kind, script, args, model, mixture, ours, said, compiles, config)
-    for pair in contradictions(options, _APART):
-        raise JobError(_APART[pair].format(o=options))
+    _check(options)
     args.parallelism_config = parallelism_of(ours, num_processes)
     return options
 
@@ -244,34 +243,36 @@ def step_of(plan: Plan) -> dict[str, Any]:
 
 # ---- what does not go together ---------------------------------------------------------------------------------------
 
-_APART = {
-    ("!model.model_name_or_path", "ours"): (
-        "Say what to train with --model_name_or_path: a folder, a config.json, a name."
-    ),
-    ("!script.dataset_name", "!mixture.datasets"): (
-        "Say what to train on with --dataset_name: a file of rows or text, a folder, a pattern, a name."
-    ),
-    ("ours.offload_activations", "!args.gradient_checkpointing"): (
-        "--offload_activations {o.ours.offload_activations} moves what --gradient_checkpointing keeps: give both."
-    ),
-    ("ours.plan", "ours.activations|ours.offload_activations"): (
-        "--activations and --offload_activations are the plan's to say where there is one: leave them out."
-    ),
-    ("model.load_in_4bit|model.load_in_8bit", "!model.use_peft"): (
-        "--load_in_4bit freezes the weights in 4 bits: give --use_peft as well, which is trained then."
-    ),
-    ("kind!=sft", "ours.tp>1|ours.cp>1|ours.ep>1"): (
-        "--tp, --cp and --ep are for gemini sft; gemini {o.kind} computes whole layers and sequences."
-    ),
-    ("ours.ep>1", "ours.tp>1|ours.cp>1"): (
-        "--ep {o.ours.ep} goes with --replicas alone: leave it out, or --tp and --cp."
-    ),
-    ("ours.tp>1|ours.ep>1", "model.use_peft|ours.tile_tokens|ours.durable_every"): (
-        "--tp and --ep cut layers, which have no --use_peft, --tile_tokens or --durable_every. Leave one out."
-    ),
-    ("ours.tp>1|ours.ep>1|ours.cp>1", "ours.plan"): "--tp, --cp and --ep and --plan: a plan is of a whole model.",
-}
-"""Two conditions, as :func:`gemini.config.contradictions` reads them, and what is said of them together."""
+
+def _check(options: Options) -> None:
+    ours, model, slices = options.ours, options.model, options.ours.tp > 1 or options.ours.ep > 1
+    if not model.model_name_or_path:
+        raise JobError("Say what to train with --model_name_or_path: a folder, a config.json, a name.")
+    if not options.script.dataset_name and not options.mixture.datasets:
+        raise JobError("Say what to train on with --dataset_name: a file of rows or text, a folder, a pattern, a name.")
+    if ours.offload_activations and not options.args.gradient_checkpointing:
+        raise JobError(
+            f"--offload_activations {ours.offload_activations} moves what --gradient_checkpointing keeps: give both."
+        )
+    if ours.plan and (ours.activations or ours.offload_activations):
+        raise JobError(
+            "--activations and --offload_activations are the plan's to say where there is one: leave them out."
+        )
+    if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
+        raise JobError("--load_in_4bit freezes the weights in 4 bits: give --use_peft as well, which is trained then.")
+    if options.kind != "sft" and (slices or ours.cp > 1):
+        raise JobError(
+            f"--tp, --cp and --ep are for gemini sft; gemini {options.kind} computes whole layers and sequences."
+        )
+    if ours.ep > 1 and (ours.tp > 1 or ours.cp > 1):
+        raise JobError(f"--ep {ours.ep} goes with --replicas alone: leave it out, or --tp and --cp.")
+    if slices and (model.use_peft or ours.tile_tokens or ours.durable_every):
+        raise JobError(
+            "--tp and --ep cut layers, which have no --use_peft, --tile_tokens or --durable_every. Leave one out."
+        )
+    if (slices or ours.cp > 1) and ours.plan:
+        raise JobError("--tp, --cp and --ep and --plan: a plan is of a whole model.")
+
 
 # ---- several processes -------------------------------------------------------------------------------------------
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gemini.config import contradictions
 from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 JOB, PLAN = "sft --dataset_name x --model_name_or_path gpt2-small", "plan c.json --cpu 1GiB"
@@ -145,11 +143,3 @@ def test_what_cannot_be_is_refused(
     result = gemini_command(*shlex.split(request_))
     refused(result, REQUESTS[request_])
     assert not Path("left").exists(), "nothing is made before what was asked is known to be right"
-
-
-def test_conditions_of_what_does_not_go_together() -> None:
-    asked = SimpleNamespace(a=None, b="x", c=3, d=SimpleNamespace(e=""))
-    for holds in ("!a", "b", "b=x", "b!=y", "c>2", "a|b", "!d.e"):
-        assert [*contradictions(asked, {("b", holds): "no", (holds, "a"): "yes"})] == [("b", holds)], holds
-    for fails in ("a", "!b", "b=y", "b!=x", "a!=x", "c>3", "absent", "!absent", "a|absent", "d.e"):
-        assert not [*contradictions(asked, {("b", fails): "no", (fails, "b"): "yes"})], fails

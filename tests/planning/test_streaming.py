@@ -246,7 +246,7 @@ def test_plans_of_before_are_read_and_stream_nothing() -> None:
 
 def test_the_report_says_how_much_is_streamed_and_what_that_holds() -> None:
     made = plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement(updates_on_gpu=0.5))
-    asked = PlanSettings(), Machine(dict(made.problem.budgets), {}, None, GPU, 1, 1, ()), SMALL
+    asked = PlanSettings(), Machine(dict(made.problem.budgets), {}, None, GPU, 1, 1), SMALL
     told = describe(*asked, made)
     assert told["held"]["gpu"]["staging"] == made.problem.device_staging
     assert sum(told["held"]["gpu"].values()) == made.bytes_per_tier[GPU]
