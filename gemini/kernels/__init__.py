@@ -26,7 +26,6 @@ from gemini.kernels.arrays import (
     FLOAT32,
     GRAD,
     INT8,
-    INT32,
     RESIDUAL,
     Arrays,
     Segment,
@@ -35,13 +34,20 @@ from gemini.kernels.arrays import (
     kernel_and_scalars,
     with_scale,
 )
-from gemini.kernels.cuda import CudaKernels
+from gemini.kernels.cuda import (  # noqa: F401
+    ClipFactor,
+    CudaKernels,
+    DeviceSums,
+    Sums,
+    clip_coefficient,
+    nonfinite_flag,
+    resolve,
+)
 from gemini.kernels.native import IO_THREADS, IoQueue, crc32  # noqa: F401
 from gemini.kernels.native import native as _native
 from gemini.kernels.native import why_not as _why_not
 from gemini.kernels.nvrtc import Driver, compiler
 from gemini.kernels.reference import NORM_BLOCK, NORM_LANES, NORM_TILE, total  # noqa: F401
-from gemini.kernels.sums import ClipFactor, DeviceSums, Sums, clip_coefficient, nonfinite_flag, resolve  # noqa: F401
 from gemini.planning.planes import RuleSpec
 from gemini.planning.rules import BLOCK as COMPACT_BLOCK
 
@@ -220,8 +226,8 @@ def update(
 
     `segments` ascend and do not overlap, and with compact states they begin at multiples of COMPACT_BLOCK; what lies
     between them is not touched. `grad_scale` (fp32, one element on the device of the arrays) takes the place of the one
-    of every segment; with `stop` (int32, one element there, as of `new_flag`) nothing is updated if it is not 0. Both
-    are read when their turn comes: on CUDA by the kernel, behind what was enqueued before it.
+    of every segment; with `stop` (int32, one element there, as of `nonfinite_flag`) nothing is updated if it is not 0.
+    Both are read when their turn comes: on CUDA by the kernel, behind what was enqueued before it.
 
     Returns False where there is no native code for these tensors: then nothing was done, and the torch lines of the
     rule say what is to be done. Raises ValueError for what makes no sense.
@@ -251,12 +257,6 @@ def update(
         else:
             _native.update(_isa, into, residual, states, given, dtype, size, scalars)
     return True
-
-
-def new_flag(beside: Tensor) -> Tensor:
-    """An int32 that is 0, on the device of `beside`: for `sum_squares` to set, and to stop `update`."""
-    cuda = _cuda_for(beside)
-    return torch.zeros(1, dtype=torch.int32, device=beside.device) if cuda is None else cuda.new_flag(beside.device)
 
 
 def clip_factor(many: Sequence[Sums], max_norm: float) -> ClipFactor | None:
@@ -325,26 +325,20 @@ def sum_grad24(hi: Tensor, lo: Tensor, src: Tensor, *, adding: bool) -> Sums:
     return list(reference.sum_grad24(hi, lo, src, adding))
 
 
-def sum_squares(src: Tensor, nonfinite: Tensor | None = None) -> Sums:
+def sum_squares(src: Tensor) -> Sums:
     """The sums of squares of an fp32, bf16 or fp16 tensor: one float per NORM_TILE elements, none if it is empty.
 
     fp64 over a fixed tree, the same bits on every device: blocks of NORM_BLOCK elements from the tensor's start, in
     each NORM_LANES lanes that add every NORM_LANES-th square in order; lanes are added pairwise (16 apart, 8, 4, 2, 1),
     blocks in order inside a tile. Add the tiles with `total`, or `totals` where they may be on a device as those of
-    `copy_grad`. `nonfinite` (as of `new_flag`) becomes 1 if a sum is not finite, else it is left alone.
+    `copy_grad`.
     """
     (s,) = check("sum_squares", (("src", src, GRAD),))
-    if nonfinite is not None:
-        check("sum_squares", [("nonfinite", nonfinite, INT32)], 1, src.device)
     if cuda := _cuda_for(src):
-        return cuda.sum_squares(src, nonfinite)
+        return cuda.sum_squares(src)
     if _isa is not None and src.is_cpu:
-        sums = _native.sum_squares(_isa, s, _dtypes[src.dtype], src.numel())
-    else:
-        sums = list(reference.sum_squares(src))
-    if nonfinite is not None and not all(map(math.isfinite, sums)):
-        nonfinite.fill_(1)
-    return sums
+        return _native.sum_squares(_isa, s, _dtypes[src.dtype], src.numel())  # type: ignore[no-any-return]
+    return list(reference.sum_squares(src))
 
 
 def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:

@@ -5,24 +5,28 @@ Work is enqueued on torch's current stream of the tensors' device, and nothing w
 host; it learns once, by a copy, how many tiles the gradients of a model have). The host waits in `fetch` alone.
 Arguments were checked by gemini.kernels. Kernels are named here as csrc/cuda has them; :mod:`gemini.kernels.nvrtc`
 compiles and launches them.
+
+There is one sum per norm tile, in order. What a kernel sums up is not there yet when its call returns, so one
+:class:`DeviceSums` stands in the list for all its tiles. ``resolve`` brings those of any number of lists to the host in
+one copy. Tiles are added up on the host, in their order, whoever summed them: the bits are those of the CPU kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, islice
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from gemini.kernels.arrays import Addresses, Arrays, Segment, kernel_and_scalars
 from gemini.kernels.nvrtc import THREADS, Driver
-from gemini.kernels.reference import NORM_BLOCK, NORM_TILE
-from gemini.kernels.sums import DeviceSums, Sums
+from gemini.kernels.reference import NORM_BLOCK, NORM_TILE, total
 
 _PER_THREAD, _PER_BLOCK, _MOST_SEGMENTS = 8, 2048, 44
 """kPerThread, kPerBlock and kMaxSegments of csrc/cuda/update_body.cuh."""
@@ -36,11 +40,137 @@ _DTYPES = {
 _RULES = {"adamw": "Adam<true>", "adam": "Adam<false>"}  # of csrc/rules.h, where the struct is not named as the rule is
 
 
+# ---- sums of squares -----------------------------------------------------------------------------------------------
+
+Fetch = Callable[[Sequence[Tensor]], list[float]]
+
+
+class DeviceSums:
+    """The sums of some tiles, which stand on a device or will when it comes to that, until :func:`resolve` brings them.
+
+    Args:
+        tiles: fp64, a sum per tile; freed when the numbers are here.
+        stream: on which they are computed; None if the device has only one.
+        fetch: copies such tensors of the device, one after the other, to the host, behind everything on its stream.
+    """
+
+    __slots__ = ("_fetch", "_found", "_stream", "_tiles")
+
+    def __init__(self, tiles: Tensor, stream: torch.cuda.Stream | None, fetch: Fetch):
+        self._tiles: Tensor | None = tiles
+        self._stream, self._fetch = stream, fetch
+        self._found: list[float] = []
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the numbers are on the host."""
+        return self._tiles is None
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are, before they are here."""
+        assert self._tiles is not None
+        return self._tiles.device
+
+    def on_device(self) -> Tensor:
+        """The tiles, for what the current stream is given from now on."""
+        assert self._tiles is not None, "brought to the host and freed"
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._tiles.device)
+            if current != self._stream:
+                current.wait_stream(self._stream)
+        return self._tiles
+
+    def note_over(self) -> None:
+        """The kernel that makes them is over: who asks for them waits for nothing that its stream was given since."""
+        self._stream = None
+
+
+Sums = list["float | DeviceSums"]
+"""Sums of squares of norm tiles, in order; what is on a device counts for all its tiles."""
+
+
+def resolve(many: Sequence[Sums]) -> list[list[float]]:
+    """The numbers of all of them; what was resolved once is known.
+
+    For sums that are on a device the host waits, once, until it has done what it was given up to here. Those of CPU
+    kernels are returned as they are.
+    """
+    if DeviceSums not in {type(part) for sums in many for part in sums}:  # as those of every kernel on the CPU
+        return cast(list[list[float]], list(many))
+    by_device: dict[torch.device, list[DeviceSums]] = {}
+    for sums in _unresolved(many):
+        by_device.setdefault(sums.device, []).append(sums)
+    for several in by_device.values():
+        tiles = [sums.on_device() for sums in several]
+        values = iter(several[0]._fetch(tiles))
+        for sums, own in zip(several, tiles, strict=True):
+            sums._found = list(islice(values, own.numel()))
+            sums._tiles = sums._stream = None
+    return [
+        [number for part in sums for number in (part._found if isinstance(part, DeviceSums) else (part,))]
+        for sums in many
+    ]
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are multiplied by; 1 for one that is not finite."""
+    return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+
+
+class ClipFactor:
+    """Clipping whose numbers are where the sums of squares are: nobody has waited for them.
+
+    Args:
+        sums: by gradient; kept, so that the host can find the same.
+
+    Attributes:
+        norm: fp64, of all gradients.
+        factor: fp32, ``clip_coefficient`` of it.
+        nonfinite: int32: not 0 if the norm is not finite. One element each.
+    """
+
+    def __init__(self, sums: Sequence[Sums], max_norm: float, norm: Tensor, factor: Tensor, nonfinite: Tensor):
+        self.norm, self.factor, self.nonfinite = norm, factor, nonfinite
+        self._sums, self._max_norm = sums, max_norm
+
+    def coefficient(self) -> float:
+        """The factor before it was rounded, found by the host, which waits for sums that it has not seen yet."""
+        return clip_coefficient(math.sqrt(total([total(sums) for sums in resolve(self._sums)])), self._max_norm)
+
+    def is_of(self, many: Sequence[Sums]) -> bool:
+        """Whether these are its gradients' sums, all of them."""
+        return [id(sums) for sums in self._sums] == [id(sums) for sums in many]
+
+
+def nonfinite_flag(many: Sequence[Sums]) -> Tensor | None:
+    """A flag (int32, one element: not 0 if some sum is not finite) where the sums are, computed there without a wait.
+
+    None if all of them are numbers already: then it is for the host to look.
+    """
+    unresolved = _unresolved(many)
+    if not unresolved:
+        return None
+    known = [[part for part in sums if not isinstance(part, DeviceSums) or part.is_here] for sums in many]
+    tiles = torch.cat([sums.on_device() for sums in unresolved])
+    flag = tiles.isfinite().all().logical_not().to(torch.int32).view(1)
+    return flag if all(math.isfinite(total(numbers)) for numbers in resolve(known)) else flag.fill_(1)
+
+
+def _unresolved(many: Iterable[Sums]) -> list[DeviceSums]:
+    """Each once, in order."""
+    found = {id(part): part for sums in many for part in sums if isinstance(part, DeviceSums) and not part.is_here}
+    return list(found.values())
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+
 class NormWorkspace:
     """Device scratch of one gradient kernel: sums per tile and the flag for inf and NaN; its own until it has run.
 
     Args:
-        nonfinite: int32, one element: becomes 1 if one of the sums is not finite. Several calls may share it.
+        nonfinite: int32, one element: becomes 1 if one of the sums is not finite. Nobody looks at it.
         arrived: int32, one element, 0 between kernels: those of one stream may share it.
 
     Attributes:
@@ -69,25 +199,19 @@ class CudaKernels:
         """The stream on which work is enqueued now; None if the device has only one."""
         return torch.cuda.current_stream(device)
 
-    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> NormWorkspace:
-        """For a kernel over ``tensor`` that is enqueued next; ``nonfinite`` is a flag of the caller's, if he wants one.
-
-        What no caller looks at is shared by all kernels of a stream, which run one after the other: a launch costs no
-        memset beside it.
+    def places(self, tensor: Tensor) -> NormWorkspace:
+        """For a kernel over ``tensor`` that is enqueued next. Flags are shared by all kernels of a stream, which run
+        one after the other: a launch costs no memset beside it.
         """
         where = self._where(tensor)
         shared = self._shared.get(where)
         if shared is None:
             shared = self._shared[where] = torch.zeros(2, dtype=torch.int32, device=tensor.device)
-        return NormWorkspace(tensor.numel(), shared[1:] if nonfinite is None else nonfinite, shared[:1])
+        return NormWorkspace(tensor.numel(), shared[1:], shared[:1])
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[float]:
         """The elements of fp64 tensors of one device, one after the other: the host waits for its current stream."""
         return (torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]).tolist()
-
-    def new_flag(self, device: torch.device) -> Tensor:
-        """An int32 that is 0."""
-        return torch.zeros(1, dtype=torch.int32, device=device)
 
     def update(
         self,
@@ -157,14 +281,12 @@ class CudaKernels:
     def sum_grad24(self, hi: Tensor, lo: Tensor, src: Tensor, adding: bool) -> Sums:
         return self._summing("add24" if adding else "first24", hi, lo, src)
 
-    def sum_squares(self, src: Tensor, nonfinite: Tensor | None) -> Sums:
-        return self._summing("read", None, None, src, nonfinite=nonfinite)
+    def sum_squares(self, src: Tensor) -> Sums:
+        return self._summing("read", None, None, src)
 
-    def _summing(
-        self, doing: str, dst: Tensor | None, lo: Tensor | None, src: Tensor, *, nonfinite: Tensor | None = None
-    ) -> Sums:
+    def _summing(self, doing: str, dst: Tensor | None, lo: Tensor | None, src: Tensor) -> Sums:
         """Enqueue a kernel that leaves the sums of squares of what it writes, or reads, on the device."""
-        n, places = src.numel(), self.places(src, nonfinite)
+        n, places = src.numel(), self.places(src)
         if n == 0:
             return []
         at = _address(dst), _address(lo), src.data_ptr()

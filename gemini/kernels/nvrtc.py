@@ -13,7 +13,6 @@ import ctypes
 import hashlib
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -21,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from gemini.errors import StorageError
+from gemini.replacing import atomic_write
 
 THREADS = 256  # of a block: kThreads in csrc/cuda/update_body.cuh
 
@@ -194,16 +196,9 @@ def _read(path: Path) -> tuple[str, bytes] | None:
 def _write(path: Path, symbol: str, code: bytes) -> None:
     """Put a file into place whole: other processes read and write the same ones."""
     body = symbol.encode() + b"\n" + code
-    with contextlib.suppress(OSError):  # a full disk, a home that cannot be written: compiled again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+    # A full disk, a home that cannot be written: compiled again next time.
+    with contextlib.suppress(OSError, StorageError), atomic_write(path) as draft:
+        draft.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
 # ---- the driver ------------------------------------------------------------------------------------------------------

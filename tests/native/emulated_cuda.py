@@ -144,13 +144,10 @@ class EmulatedKernels(CudaKernels):
     def stream(self, device: torch.device) -> None:
         return None
 
-    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> NormWorkspace:
-        places = super().places(tensor, nonfinite)
+    def places(self, tensor: Tensor) -> NormWorkspace:
+        places = super().places(tensor)
         places.tiles = places.tiles.as_subclass(OnDevice)
         return places
-
-    def new_flag(self, device: torch.device) -> Tensor:
-        return super().new_flag(device).as_subclass(OnDevice)
 
     def clip_factor(self, many: Sequence[Sequence[Tensor]], max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C.DisableTorchFunctionSubclass():  # the norm is the program's, who may wait for it

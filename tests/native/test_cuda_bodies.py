@@ -41,7 +41,7 @@ def run_grad(
     device: EmulatedKernels, doing: str, dst: Tensor | None, src: Tensor, lo: Tensor | None = None
 ) -> list[float]:
     if doing == "read":
-        sums = device.sum_squares(src, None)
+        sums = device.sum_squares(src)
     elif dst is not None and lo is not None:
         sums = device.sum_grad24(dst, lo, src, adding=doing == "add24")
     else:

@@ -110,7 +110,7 @@ def test_scale_and_stop_are_read_where_they_lie(where: str, is_split: bool, monk
     )
     expected = updated("reference", case, given, quarter)
     emulated = emulate(monkeypatch) if where == "emulated" else None
-    scale, stop = torch.tensor([0.25]), kernels.new_flag(torch.ones(1))
+    scale, stop = torch.tensor([0.25]), torch.zeros(1, dtype=torch.int32)
     isa = "reference" if where == "reference" else kernels.capabilities().isa
     assert_alike(updated(isa, case, given, segments, stop.fill_(1), scale), given, "stopped")
     assert_alike(updated(isa, case, given, segments, stop.fill_(0), scale), expected, where)

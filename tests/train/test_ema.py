@@ -576,7 +576,7 @@ def test_what_a_device_stops_leaves_the_average_too(is_first: bool, isa: str) ->
     RULE.update(wanted[0], grad, wanted[1], RULE.scalars(RULE.defaults, step, 0.25), None)
     arrays, segments = Arrays(weights, None, states, grad), [Segment(0, number, RULE.scalars(RULE.defaults, step, 1.0))]
     with kernels.use_isa(isa if isa == "reference" else None):
-        stop = kernels.new_flag(weights)
+        stop = torch.zeros(1, dtype=torch.int32)
         RULE.run(arrays, segments, stop.fill_(1), torch.tensor([0.25]))
         assert all(same_bits(states[kind], old[1][kind]) for kind in states) and same_bits(weights, old[0])
         RULE.run(arrays, segments, stop.fill_(0), torch.tensor([0.25]))

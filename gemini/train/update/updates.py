@@ -11,15 +11,22 @@ An update that is only guessed (:mod:`gemini.train.update.guess`) is undone by b
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import cast
+from functools import cached_property
+from typing import NamedTuple, cast
 
 import torch
 
+from gemini import kernels
+from gemini.errors import NonFiniteGradient
 from gemini.interrupts import WHOLE
 from gemini.ledger import OF_BUDGET, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import DONE, Event
+from gemini.memory.devices.pages import PAGE
+from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.transfers import Held, Lane
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
@@ -27,9 +34,8 @@ from gemini.tiers import Tier
 from gemini.train.gradients.store import HOLDER
 from gemini.train.observers import WriteObservers
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import note_writes
+from gemini.train.params.handle import ParamHandle, note_writes
 from gemini.train.step import StepState
-from gemini.train.update.finite import DeferredFiniteChecks
 from gemini.train.update.guess import Guess, GuessRecord
 from gemini.train.update.tiles import (
     ChunkUpdate,
@@ -37,6 +43,7 @@ from gemini.train.update.tiles import (
     Path,
     Tile,
     TilesInPlace,
+    check_finite,
     path_of,
     streamed_in_turn,
     tiles_of,
@@ -162,7 +169,7 @@ class Updates:
             raise
 
     def _update_now(self, update: ChunkUpdate, stop: torch.Tensor | None, factor: torch.Tensor | None = None) -> None:
-        """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`). ``factor``: a
+        """``stop``: a flag on the device that stops the update there (:class:`DeferredFiniteChecks`). ``factor``: a
         number there that gradients are multiplied by (clipping).
         """
         if self._transfers.open[Lane.LANDING]:
@@ -470,3 +477,141 @@ class Updates:
 def _in_a_backward() -> bool:
     """Whether a backward goes on in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+# ---- gradients that are used before the host knows whether they are finite -------------------------------------------
+
+# Where the whole update of a chunk runs on a device with kernels of its own, the device looks: a flag that is made of
+# the sums of squares stops the update of that chunk, and the host is told later. Of updates inside backward, each of
+# which has a flag, when the step ends; of those of a step, which have one together, before the next backward takes its
+# first gradient: the flag is on its way to the host from the step on, and nothing given to the device since is waited
+# for.
+
+_FLAGS = PAGE // 4
+"""Of steps that nobody has looked at yet: one for each optimizer of a model, and none outlives a backward."""
+
+_NOT_ASKED = torch.ones(1, dtype=torch.int32, device="cpu")
+
+
+class _Used(NamedTuple):
+    """Gradients of an update of a chunk on the device, or of all of a step; their sums tell whether it took place."""
+
+    handles: list[ParamHandle]
+    sums: list[kernels.Sums]
+    flag: torch.Tensor = _NOT_ASKED
+    """What stopped it, if it is not 0: on the host, once it is copied there."""
+    copied: Event = DONE
+
+    def is_good(self) -> bool:
+        """Whether the flag says that it took place. Waits for the copy, which has begun long ago, and nothing since."""
+        self.copied.wait()
+        return not int(self.flag)
+
+
+class DeferredFiniteChecks:
+    """What is yet to be looked at of the gradients of one model that were used. Called by the training thread alone;
+    ``alone``: whether the model is this process's only.
+    """
+
+    def __init__(self, state: StepState, mover: Mover, rule: UpdateRule, *, alone: bool) -> None:
+        self._state, self._mover, self._rule, self._alone = state, mover, rule, alone
+        self._used: list[_Used] = []
+        self.num_chunks = 0
+        """Handed over for their update since :meth:`look` was called, on the device and on the host; a step is one."""
+        self._num_flags = 0
+
+    @cached_property
+    def _here(self) -> torch.Tensor:
+        """Host memory that flags are copied to."""
+        return self._mover.device.make_host_buffer(PAGE).view(torch.int32)
+
+    def _is_on_device(self, chunks: Iterable[Chunk]) -> bool:
+        return self._rule.has_kernel and all(path_of(self._mover, chunk) is Path.ON_DEVICE for chunk in chunks)
+
+    def stop_for(self, update: ChunkUpdate) -> torch.Tensor | None:
+        """The flag that stops an update if a gradient that autograd left is not finite; None if none has to. Raises
+        NonFiniteGradient for an update on the host, which looks at once; nothing of this chunk was touched.
+        """
+        grads = [grad for _, grad in update.grads()]
+        if not (grads and self._is_on_device([update.chunk]) and kernels.leaves_sums_there(grads[0])):
+            check_finite(update)
+            return None
+        return self._flag([param.handle for param in update.params], [kernels.sum_squares(grad) for grad in grads])
+
+    def stop_for_landed(self, chunk: Chunk, handles: list[ParamHandle]) -> torch.Tensor | None:
+        """The flag that stops an update from the chunk's plane, from the sums that its gradients came with; None if it
+        is for the host.
+        """
+        sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
+        return self._flag(handles, sums) if self._is_on_device([chunk]) else None
+
+    def _flag(self, handles: list[ParamHandle], sums: list[kernels.Sums]) -> torch.Tensor | None:
+        flag = kernels.nonfinite_flag(sums)
+        if flag is not None:
+            self._used.append(_Used(handles, sums))
+        return flag
+
+    def stop_for_step(self, handles: list[ParamHandle], clip: kernels.ClipFactor | None) -> torch.Tensor | None:
+        """The flag that stops every update of a step if one of its gradients is not finite; None if the host has to
+        look, because it has a part in them. ``clip``: of the gradients that were clipped, whose norm tells the same.
+        """
+        mover = self._mover
+        if mover.device.tier is not Tier.GPU:
+            return None
+        sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
+        # Sums that came to the host tell it already, and it looks before the update.
+        if any(not isinstance(part, kernels.DeviceSums) or part.is_here for own in sums for part in own):
+            return None
+        if not self._is_on_device({handle.chunk.spec.index: handle.chunk for handle in handles}.values()):
+            return None
+        flag = clip.nonfinite if clip is not None and clip.is_of(sums) else kernels.nonfinite_flag(sums)
+        if flag is not None:
+            self._num_flags += 1
+            # Each flag in a place of its own, in turn: a copy must not overwrite one that nobody has looked at.
+            here = self._here[self._num_flags % _FLAGS :][:1]
+            self._used.append(_Used(handles, sums, here, mover.device.copy(here, flag, "flag")))
+            self.num_chunks += 1
+        return flag
+
+    def look(self) -> None:
+        """See what became of the updates on the device: a wait, once for all of them. Raises NonFiniteGradient, naming
+        the first param; what was updated and what was not it says.
+        """
+        # Taken out first: what is raised below is told once.
+        used, self._used = self._used, []
+        num_chunks, self.num_chunks = self.num_chunks, 0
+        used = [one for one in used if not one.is_good()]
+        if not used:
+            return
+        found = iter(kernels.totals([sums for one in used for sums in one.sums]))
+        bad: list[ParamHandle] = []
+        num_stopped = 0
+        for one in used:
+            own = [handle for handle in one.handles if not math.isfinite(next(found))]
+            if own:
+                num_stopped += 1
+                for handle in one.handles:
+                    # The device did not update it, so the step that was counted when it was handed over was none.
+                    handle.num_steps -= 1
+            bad += own
+        if not bad:
+            return
+        problem = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
+        # Nothing changed anywhere: the step can be dropped. With other ranks nobody knows what theirs did.
+        if num_stopped == num_chunks and self._alone:
+            self._state.updated_in_backward = False
+            raise NonFiniteGradient(
+                f"{problem} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
+                "the cause (learning rate, data)"
+            )
+        error = NonFiniteGradient(
+            f"{problem} Their chunks were not updated, but {num_chunks - num_stopped} others of this rank were in this "
+            "backward: resume from a checkpoint"
+        )
+        self._state.mark_corrupted(error)
+        raise error
+
+    def forget(self) -> None:
+        """Forget all of it: everything is going to be overwritten."""
+        self._used.clear()
+        self.num_chunks = 0
