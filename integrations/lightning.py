@@ -23,8 +23,12 @@ import torch
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.ranks.agree import Attempt, Point
-from gemini.train.checkpoint import torch_file
-from gemini.train.checkpoint.torch_file import promised_model_state, promised_optimizer_state
+from gemini.train.checkpoint.export import (
+    keep_promises,
+    promised_model_state,
+    promised_optimizer_state,
+    write_torch_file,
+)
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
@@ -251,9 +255,9 @@ class GeminiStrategy(DDPStrategy):
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         with Attempt() as attempt:
             if self.is_global_zero and self._is_local(filepath) and storage_options is None:
-                torch_file.write(checkpoint, Path(filepath))
+                write_torch_file(checkpoint, Path(filepath))
             elif self.is_global_zero:
-                values = torch_file.keep_promises(checkpoint)
+                values = keep_promises(checkpoint)
                 self.checkpoint_io.save_checkpoint(values, filepath, storage_options=storage_options)
         among, refusal = self.engine.ranks.writers, attempt.refusal
         self.engine.shards.agree(Point.SAVE_CHECKPOINT, "Trainer.save_checkpoint", refusal=refusal, among=among)

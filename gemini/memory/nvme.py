@@ -27,7 +27,7 @@ from gemini.errors import StorageError, human_bytes, warn
 from gemini.interrupts import WHOLE
 from gemini.kernels import IO_THREADS, IoQueue
 from gemini.memory.devices.device import Event
-from gemini.memory.devices.pages import PAGE, Pages, host_bytes, in_pages
+from gemini.memory.devices.pages import PAGE, host_bytes, in_pages
 from gemini.tiers import DRIVE, Tier
 
 STRIPE = 4 * 2**20
@@ -237,16 +237,6 @@ class SpillFile:
     def write(self, source: torch.Tensor, offset: int) -> None:
         """Write ``source`` at ``offset``."""
         self.begin_write([Extent(source, offset)]).wait()
-
-    def map(self, num_bytes: int, offset: int) -> torch.Tensor:
-        """Bytes of the file as a uint8 tensor to be read, whose memory the system can take back at will."""
-        pages = Pages(in_pages(num_bytes))
-        for drive, at, start, size in stripes(offset, num_bytes, len(self._fds)):
-            try:
-                pages.show(start, size, self._fds[drive], at)
-            except OSError as e:
-                raise self.failed("map", drive, num_bytes, offset, e) from e
-        return pages.tensor()[:num_bytes]
 
     def close(self) -> None:
         """Give the disk space back."""

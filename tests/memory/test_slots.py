@@ -107,7 +107,7 @@ def write(pair: SlotPair, first: int, values: list[int]) -> None:
 
 def read(pair: SlotPair) -> list[int]:
     into = host_bytes(PAGES * PAGE)
-    pair.read(into, 0)
+    pair.file.begin_read(pair.to_read(into, 0), urgent=True).wait()
     assert (into.view(PAGES, PAGE) == into.view(PAGES, PAGE)[:, :1]).all()
     return into.view(PAGES, PAGE)[:, 0].tolist()
 

@@ -21,7 +21,7 @@ from gemini import optim
 from gemini.errors import GeminiError, PlanMismatch
 from gemini.kernels import reference
 from gemini.optim import adopted
-from gemini.train.checkpoint.torch_file import promised_optimizer_state, write
+from gemini.train.checkpoint.export import promised_optimizer_state, write_torch_file
 from tests import models
 from tests.train import helpers
 from tests.train.test_update_rules import bits, config_for, loss_of, make_model, settings_of
@@ -463,7 +463,7 @@ def test_factors_are_counted_kept_and_compared(tmp_path: Path) -> None:
     assert not any(value.any() for handle in world_of(model).handles for value in handle.factors.values())
     gemini.load_checkpoint(tmp_path / "kept", model, optimizer)
     assert all(torch.equal(value, kept[kind]) for kind, value in optimizer.full_state(name).items())
-    write(promised_optimizer_state(optimizer), tmp_path / "states.pt")
+    write_torch_file(promised_optimizer_state(optimizer), tmp_path / "states.pt")
     assert torch.equal(torch.load(tmp_path / "states.pt")["state"][index]["col_var"], kept["col_var"])
 
 

@@ -25,7 +25,7 @@ from gemini.planning import rules as spec_rules
 from gemini.planning.planes import RESIDUAL, PlaneSpec
 from gemini.rules import UpdateRule, Where
 from gemini.train.checkpoint import read as checkpoint_read
-from gemini.train.checkpoint.torch_file import promised_optimizer_state, write
+from gemini.train.checkpoint.export import promised_optimizer_state, write_torch_file
 from tests import models
 from tests.train import test_update_rules as rules
 from tests.train.helpers import assert_same_snapshot, snapshot
@@ -333,7 +333,7 @@ def test_a_state_dict_is_torchs_and_goes_both_ways(tmp_path: Path) -> None:
         kept, given = resumed.full_state(name), optimizer.full_state(name)
         for kind in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(kept[kind], given[kind], rtol=0.02, atol=1e-3 * float(given[kind].abs().max()))
-    write(promised_optimizer_state(optimizer), tmp_path / "states.pt")
+    write_torch_file(promised_optimizer_state(optimizer), tmp_path / "states.pt")
     for index, own in torch.load(tmp_path / "states.pt")["state"].items():
         assert own.keys() == plain[index].keys()
         assert all(torch.equal(value, plain[index][kind]) for kind, value in own.items())

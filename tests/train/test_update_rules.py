@@ -39,7 +39,7 @@ from gemini.planning.traffic import by_name, update_traffic
 from gemini.planning.working import staging_bytes, tile_numel, whole_numel
 from gemini.rules import UpdateRule, Where
 from gemini.tiers import Tier
-from gemini.train.checkpoint.torch_file import promised_optimizer_state, write
+from gemini.train.checkpoint.export import promised_optimizer_state, write_torch_file
 from gemini.train.setup.problem import structural_trace
 from tests import models
 from tests.train import helpers
@@ -367,7 +367,7 @@ def test_a_torch_file_has_the_states_of_the_rule(which: str, tmp_path: Path) -> 
     model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, "bf16"))
     optimizer = gemini.HybridOptimizer(model.parameters(), rule)
     train(model, optimizer, range(2), None)
-    write(promised_optimizer_state(optimizer), tmp_path / "states.pt")
+    write_torch_file(promised_optimizer_state(optimizer), tmp_path / "states.pt")
     written, kept = torch.load(tmp_path / "states.pt")["state"], optimizer.state_dict()["state"]
     assert written.keys() == kept.keys() and written
     for index, state in written.items():

@@ -180,11 +180,6 @@ class FilePlane(Plane):
         """End this plane: its slot may be allocated again. No transfer of it may be under way."""
         self.file.give_back(self._offset, self.num_bytes)
 
-    def mapped(self, start: int, stop: int) -> torch.Tensor:
-        """The range as a file-backed view: it takes no memory that the system cannot take back."""
-        size = self.dtype.itemsize
-        return self.file.map((stop - start) * size, self._offset + start * size).view(self.dtype)
-
 
 class DurablePlane(FilePlane):
     """A plane in a file with a name, where it has two slots: what was committed last is not overwritten."""
@@ -203,10 +198,6 @@ class DurablePlane(FilePlane):
 
     def give_back(self) -> None:
         """The slots are the plane's as long as the file lives."""
-
-    def mapped(self, start: int, stop: int) -> torch.Tensor:
-        size = self.dtype.itemsize
-        return self.pair.map(start * size, (stop - start) * size).view(self.dtype)
 
 
 Parts = Sequence[tuple[Plane, torch.Tensor]]

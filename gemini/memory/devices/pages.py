@@ -33,7 +33,6 @@ HUGE_PAGE = 2 * 2**20
 
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
-_MAP_PRIVATE_FIXED = 0x02 | 0x10
 _MAP_NORESERVE = 0x4000
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 _MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 10, 14, 23
@@ -125,16 +124,6 @@ class Pages:
             ctypes.c_ulong(64 * len(words) + 1),
             ctypes.c_uint(0),
         )
-
-    def show(self, start: int, num_bytes: int, fd: int, offset: int) -> None:
-        """Let a part of the range be the bytes of a file. What is written there never reaches it.
-
-        Raises:
-            OSError: if the system refuses.
-        """
-        at = self.address + start
-        if _libc.mmap(at, num_bytes, _PROT_READ_WRITE, _MAP_PRIVATE_FIXED, fd, offset) != at:
-            raise OSError(ctypes.get_errno(), _errno_text())
 
     def discard(self) -> None:
         """Give the physical pages back to the system; the range reads as zeros afterwards."""

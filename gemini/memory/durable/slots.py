@@ -62,10 +62,6 @@ class SlotPair:
         self._before: bytes | None = None
         """Where everything was when writes became tentative; None while they are not."""
 
-    def read(self, into: torch.Tensor, start: int) -> None:
-        """Fill ``into`` from byte ``start`` of the plane, before other requests."""
-        self.file.begin_read(self.to_read(into, start), urgent=True).wait()
-
     def write(self, source: torch.Tensor, start: int) -> None:
         """Write ``source`` at byte ``start`` of the plane."""
         self.file.begin_write(self.to_write(source, start)).wait()
@@ -104,16 +100,6 @@ class SlotPair:
             for first, last, slot in parts
             for begin, end, old, _ in self._parts(before, start + first, last - first)
         ]
-
-    def map(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Bytes of the plane: a view of the file that takes no memory, or a copy where they lie in both slots."""
-        whole = num_bytes + -num_bytes % PAGE  # a param ends within a page
-        parts = list(self._parts(self._now, start, whole))
-        if len(parts) == 1 and parts[0][2] != ZEROS:
-            return self.file.map(whole, parts[0][3])[:num_bytes]
-        copy = host_bytes(whole)
-        self.read(copy, start)
-        return copy[:num_bytes]
 
     def runs(self) -> Runs:
         """The places where everything is now, when all writes are over. What has no sum of its own is read back for

@@ -1,11 +1,13 @@
-"""``save_pretrained``: transformers' own writer, given weights that take no memory.
+"""What leaves a model in files of other libraries: ``save_pretrained`` by transformers, an ordinary file by torch.
 
-transformers knows renames, tied weights, fused experts, shards and index files; it only wants a state dict. Each param
-is handed to it as a tensor over the very bytes of its home: host memory of the chunk, or pages of the spill file mapped
-read-only, which the system takes back at will. So a model is saved without ever being whole in memory.
+They know renames, tied weights, shards, pickles; they only want a state dict. Each value in it is a tensor over the
+very bytes of its home in host memory, or over a nameless file beside the result, into which it was read: its pages are
+written out by the system rather than run out of memory. So nothing is ever whole in memory.
 
-With several ranks the first one writes. What the others keep arrives param by param in nameless files beside the
-result, mapped likewise, while they wait and serve.
+``torch.save`` gets its values late: a state dict has *promises* first, tensors with a shape and a dtype and no memory,
+so that Lightning can pass it on and take entries out before anything is read.
+
+With several ranks the first one writes; the others wait at an agreement, where they serve its reads.
 """
 
 from __future__ import annotations
@@ -15,27 +17,36 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
 
-from gemini.errors import StorageError
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane
-from gemini.planning.planes import WEIGHTS
+from gemini.errors import GeminiError, StorageError, of_storage
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.planning.planes import PlaneKind
 from gemini.ranks.agree import Attempt, Point
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag
+from gemini.replacing import atomic_write
+from gemini.rules import UpdateRule, rule_of
 from gemini.train.engine import Engine
 from gemini.train.modules.reading import is_a
-from gemini.train.params.handle import ParamHandle, handle_of
-from gemini.train.params.state_dict import own_state
+from gemini.train.optimizers.checks import shown_layout_of
+from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.optimizers.states import read_state
+from gemini.train.params.handle import ParamHandle, handle_of, params_of
+from gemini.train.params.owner import owner_of
+from gemini.train.params.state_dict import model_state, own_state
 
 
 class Export:
-    """One call of ``original.save_pretrained``, with mapped weights as its ``state_dict`` unless the caller gave one.
+    """One call of ``original.save_pretrained``, with weights as its ``state_dict`` unless the caller gave one.
 
     Args:
         original: ``super()`` of the managed model.
@@ -89,11 +100,11 @@ class Export:
         for name, whole in self._wholes(ranks) if ranks.is_cut and ranks.reads_parts else ():
             if takes and attempt.refusal is None:
                 with attempt:
-                    views[name] = self._file_backed(whole.shape, whole.dtype).copy_(whole)
+                    views[name] = _file_backed(self._directory, whole)
         if takes and attempt.refusal is None:
             with attempt:
                 if not ranks.is_cut:
-                    views = {handle.name: self._mapped(handle) for handle in self._by_names.handles}
+                    views = {handle.name: self._view(handle) for handle in self._by_names.handles}
                 self._give(views)
         self._company.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
         if writes and attempt.refusal is None:
@@ -165,36 +176,16 @@ class Export:
         """The dtype in which a param is written."""
         return handle.chunk.flat.dtype if self._dtype is self._compute else self._dtype
 
-    def _mapped(self, handle: ParamHandle) -> torch.Tensor:
+    def _view(self, handle: ParamHandle) -> torch.Tensor:
         """The weights, each param a storage of its own (transformers tells ties by storages)."""
-        plane, slot, dtype = handle.chunk.weights, handle.slot, self._dtype_of(handle)
-        # The plane holds the whole param, in the dtype that is written: no copy at all.
-        if self._ranks.size == 1 and plane.dtype == dtype and slot.numel:
-            if isinstance(plane, FilePlane):
-                return plane.mapped(slot.start, slot.stop).view(handle.param.shape)
-            if (view := self._by_names.in_place(handle, dtype)) is not None:
-                buffer = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
-                # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
-                buffer.owner = view  # type: ignore[attr-defined]
-                return torch.frombuffer(buffer, dtype=dtype).view(view.shape)
-        if dtype != handle.chunk.flat.dtype:  # masters: one param in memory at once, then its pages are the file's
-            return self._file_backed(handle.param.shape, dtype).copy_(self._by_names.read(handle, dtype))
-        whole = self._file_backed(handle.param.shape, plane.dtype)
-        self._by_names.read_into(handle, WEIGHTS, whole.view(-1))
-        return whole if plane.dtype == dtype else self._file_backed(whole.shape, dtype).copy_(whole)
-
-    def _file_backed(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over a nameless file beside the result, for weights that have to be received, read or cast first:
-        the system writes its pages out rather than run out of memory.
-        """
-        num_bytes = shape.numel() * dtype.itemsize
-        if not num_bytes:  # no file of no bytes can be mapped
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        with tempfile.TemporaryFile(dir=self._directory) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk says so here, and not by SIGBUS
-            # The mapping keeps the nameless file when it is closed.
-            mapping = mmap.mmap(file.fileno(), num_bytes)
-        return torch.frombuffer(mapping, dtype=dtype).view(shape)
+        dtype = self._dtype_of(handle)
+        view = self._by_names.in_place(handle, dtype)
+        if view is None or not view.numel():
+            return _file_backed(self._directory, self._by_names.read(handle, dtype))
+        buffer = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
+        # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
+        buffer.owner = view  # type: ignore[attr-defined]
+        return torch.frombuffer(buffer, dtype=dtype).view(view.shape)
 
     def _in_our_words(self, error: BaseException) -> BaseException:
         """What a full or broken disk makes libraries say; another error (those of a hub have no number) as it is."""
@@ -204,3 +195,102 @@ class Export:
         told = StorageError(f"save_pretrained({str(self._directory)!r}): {what}")
         told.__cause__ = error
         return told
+
+
+def _file_backed(folder: Any, value: torch.Tensor) -> torch.Tensor:
+    """A copy over a nameless file in a folder."""
+    if not value.nbytes:  # no file of no bytes can be mapped
+        return value
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a full disk says so here, and not by SIGBUS
+        # The mapping keeps the nameless file when it is closed.
+        mapping = mmap.mmap(file.fileno(), value.nbytes)
+    return torch.frombuffer(mapping, dtype=value.dtype).view(value.shape).copy_(value)
+
+
+# ---- files of torch --------------------------------------------------------------------------------------------------
+
+
+def promised_model_state(original: Any) -> dict[str, Any]:
+    """``state_dict`` with promises of exact masters (of frozen params: of what there is, in the compute dtype); no
+    update of the model may have broken off.
+
+    ``original`` is ``super()`` of the managed model.
+    """
+
+    def promise(handle: ParamHandle) -> torch.Tensor:
+        dtype = torch.float32 if handle.chunk.trained else handle.param.dtype
+        return _promise(handle.param.shape, dtype, partial(owner_of(handle).by_names.read, handle, dtype))
+
+    return model_state(original, None, "", promise)
+
+
+def promised_optimizer_state(optimizer: HybridOptimizer) -> dict[str, Any]:
+    """``state_dict`` of torch's AdamW, with promises of the states of managed params."""
+
+    def kept_by(handle: ParamHandle) -> UpdateRule:
+        # The model's rule may keep an average, which the optimizer's does not know of.
+        return rule_of(owner_of(handle).config.optimizer)
+
+    def promise(handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+        shape, dtype = shown_layout_of(kept_by(handle), handle.param)[kind]
+        return _promise(shape, dtype, lambda: read_state(handle, kind)[kind])
+
+    state = torch.optim.Optimizer.state_dict(optimizer)
+    for index, param in enumerate(params_of(optimizer)):
+        handle = handle_of(param)
+        # As in torch, a param has no state before its first step.
+        if handle is not None and handle.num_steps:
+            states = {spec.kind: promise(handle, spec.kind) for spec in kept_by(handle).spec.planes}
+            step = torch.tensor(float(handle.num_steps), device="cpu")
+            factors = {name: value.clone() for name, value in handle.factors.items()}
+            state["state"][index] = {"step": step, **states, **factors}
+    return state
+
+
+def write_torch_file(content: Any, path: Path) -> None:
+    """``torch.save(content, path)``, with values for promises: under a name of its own until it is whole on the disk,
+    then renamed.
+
+    Raises:
+        StorageError: if it cannot be written; an existing file is as it was.
+    """
+    with of_storage(f"could not save {path}"), atomic_write(path) as draft:
+        kept = keep_promises(content, partial(_file_backed, path.parent))
+        try:
+            torch.save(kept, draft)
+        except RuntimeError as e:
+            if "inline_container" not in str(e):  # where torch writes: it does not tell what the system said
+                raise
+            raise OSError(f"the disk is full, or fails ({' '.join(str(e).split())[:100]})") from e
+
+
+def keep_promises(content: Any, keep: Callable[[torch.Tensor], torch.Tensor] = lambda value: value) -> Any:
+    """``content`` with what ``keep`` makes of each value in the place of its promise. Raises GeminiError if somebody
+    has computed with a promise.
+    """
+    kept: dict[int, torch.Tensor] = {}
+
+    def value_of(leaf: Any) -> Any:
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        if id(leaf) not in kept:  # tied ones are read once
+            read = getattr(leaf, "gemini_read", None)
+            if read is None:
+                raise GeminiError(
+                    f"a checkpoint holds a tensor of shape {tuple(leaf.shape)} that was computed from weights or "
+                    "states which are not in memory: they are read when the file is written. Entries of a checkpoint "
+                    "may be removed (in on_save_checkpoint, for example); for values use model.full_param(name)"
+                )
+            kept[id(leaf)] = keep(read().detach())
+        return kept[id(leaf)]
+
+    return tree_map(value_of, content)
+
+
+def _promise(shape: torch.Size, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    # Outside of the mode a fake tensor stays one: whatever computes with it makes another, which nothing is known of.
+    with FakeTensorMode():
+        promise: Any = torch.empty(shape, dtype=dtype, device="cpu")
+    promise.gemini_read = read
+    return promise  # type: ignore[no-any-return]
