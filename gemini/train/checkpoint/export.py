@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gemini.errors import GeminiError, StorageError, of_storage
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS, PlaneKind
 from gemini.ranks.agree import Attempt, Point
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag
@@ -100,7 +100,7 @@ class Export:
         for name, whole in self._wholes(ranks) if ranks.is_cut and ranks.reads_parts else ():
             if takes and attempt.refusal is None:
                 with attempt:
-                    views[name] = _file_backed(self._directory, whole)
+                    views[name] = _file_backed(self._directory, whole.shape, whole.dtype).copy_(whole)
         if takes and attempt.refusal is None:
             with attempt:
                 if not ranks.is_cut:
@@ -178,14 +178,20 @@ class Export:
 
     def _view(self, handle: ParamHandle) -> torch.Tensor:
         """The weights, each param a storage of its own (transformers tells ties by storages)."""
-        dtype = self._dtype_of(handle)
+        dtype, kept, shape = self._dtype_of(handle), handle.chunk.weights.dtype, handle.param.shape
         view = self._by_names.in_place(handle, dtype)
-        if view is None or not view.numel():
-            return _file_backed(self._directory, self._by_names.read(handle, dtype))
-        buffer = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
-        # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
-        buffer.owner = view  # type: ignore[attr-defined]
-        return torch.frombuffer(buffer, dtype=dtype).view(view.shape)
+        if view is not None and view.numel():
+            buffer = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
+            # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
+            buffer.owner = view  # type: ignore[attr-defined]
+            return torch.frombuffer(buffer, dtype=dtype).view(shape)
+        whole = _file_backed(self._directory, shape, dtype)
+        if dtype != handle.chunk.flat.dtype:  # masters: one param in memory at once, then its pages are the file's
+            return whole.copy_(self._by_names.read(handle, dtype))
+        # Read where it is to be: memory that is taken and freed beside what stays falls to pieces.
+        read = whole if kept == dtype else _file_backed(self._directory, shape, kept)
+        self._by_names.read_into(handle, WEIGHTS, read.view(-1))
+        return whole if read is whole else whole.copy_(read)
 
     def _in_our_words(self, error: BaseException) -> BaseException:
         """What a full or broken disk makes libraries say; another error (those of a hub have no number) as it is."""
@@ -197,15 +203,16 @@ class Export:
         return told
 
 
-def _file_backed(folder: Any, value: torch.Tensor) -> torch.Tensor:
-    """A copy over a nameless file in a folder."""
-    if not value.nbytes:  # no file of no bytes can be mapped
-        return value
+def _file_backed(folder: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over a nameless file in a folder."""
+    num_bytes = shape.numel() * dtype.itemsize
+    if not num_bytes:  # no file of no bytes can be mapped
+        return torch.empty(shape, dtype=dtype, device="cpu")
     with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a full disk says so here, and not by SIGBUS
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk says so here, and not by SIGBUS
         # The mapping keeps the nameless file when it is closed.
-        mapping = mmap.mmap(file.fileno(), value.nbytes)
-    return torch.frombuffer(mapping, dtype=value.dtype).view(value.shape).copy_(value)
+        mapping = mmap.mmap(file.fileno(), num_bytes)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
 # ---- files of torch --------------------------------------------------------------------------------------------------
@@ -265,27 +272,27 @@ def write_torch_file(content: Any, path: Path) -> None:
             raise OSError(f"the disk is full, or fails ({' '.join(str(e).split())[:100]})") from e
 
 
-def keep_promises(content: Any, keep: Callable[[torch.Tensor], torch.Tensor] = lambda value: value) -> Any:
-    """``content`` with what ``keep`` makes of each value in the place of its promise. Raises GeminiError if somebody
-    has computed with a promise.
+def keep_promises(content: Any, make: Callable[..., torch.Tensor] | None = None) -> Any:
+    """``content`` with values for promises, in memory or in what ``make`` gives.
+
+    Raises:
+        GeminiError: if somebody has computed with a promise.
     """
-    kept: dict[int, torch.Tensor] = {}
-
-    def value_of(leaf: Any) -> Any:
-        if not isinstance(leaf, FakeTensor):
-            return leaf
-        if id(leaf) not in kept:  # tied ones are read once
-            read = getattr(leaf, "gemini_read", None)
-            if read is None:
-                raise GeminiError(
-                    f"a checkpoint holds a tensor of shape {tuple(leaf.shape)} that was computed from weights or "
-                    "states which are not in memory: they are read when the file is written. Entries of a checkpoint "
-                    "may be removed (in on_save_checkpoint, for example); for values use model.full_param(name)"
-                )
-            kept[id(leaf)] = keep(read().detach())
-        return kept[id(leaf)]
-
-    return tree_map(value_of, content)
+    # Tied ones are one, and read once.
+    promises = {id(leaf): leaf for leaf in tree_leaves(content) if isinstance(leaf, FakeTensor)}
+    for leaf in promises.values():
+        if not hasattr(leaf, "gemini_read"):
+            raise GeminiError(
+                f"a checkpoint holds a tensor of shape {tuple(leaf.shape)} that was computed from weights or states "
+                "which are not in memory: they are read when the file is written. Entries of a checkpoint may be "
+                "removed (in on_save_checkpoint, for example); for values use model.full_param(name)"
+            )
+    # All places first: memory that is taken and freed beside what stays falls to pieces.
+    make = make or partial(torch.empty, device="cpu")
+    kept = {number: make(leaf.shape, dtype=leaf.dtype) for number, leaf in promises.items()}
+    for number, leaf in promises.items():
+        kept[number].copy_(leaf.gemini_read().detach())
+    return tree_map(lambda leaf: kept.get(id(leaf), leaf), content)
 
 
 def _promise(shape: torch.Size, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> torch.Tensor:
