@@ -291,7 +291,7 @@ def keep_promises(content: Any, make: Callable[..., torch.Tensor] | None = None)
     make = make or partial(torch.empty, device="cpu")
     kept = {number: make(leaf.shape, dtype=leaf.dtype) for number, leaf in promises.items()}
     for number, leaf in promises.items():
-        kept[number].copy_(leaf.gemini_read().detach())
+        kept[number].copy_(leaf.gemini_read().detach())  # type: ignore[attr-defined]
     return tree_map(lambda leaf: kept.get(id(leaf), leaf), content)
 
 
