@@ -24,10 +24,10 @@ from gemini.patches import replaced
 from gemini.sharing import SharedBudget
 from gemini.train.context.parallel import sequence_batch
 from gemini.train.ddp import GeminiDDP
-from gemini.train.modules.compiled import BLOCKS_INSTEAD
+from gemini.train.modules.changing import BLOCKS_INSTEAD
 from gemini.train.optimizers.grad_scaler import GradScaler
+from gemini.train.params.by_name import owner_of
 from gemini.train.params.handle import handles_of
-from gemini.train.params.owner import owner_of
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer

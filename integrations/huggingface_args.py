@@ -9,7 +9,7 @@ from typing import Any
 from gemini.config import GeminiConfig
 from gemini.errors import warn
 from gemini.rules import rule_of
-from gemini.train.modules.compiled import BLOCKS_INSTEAD
+from gemini.train.modules.changing import BLOCKS_INSTEAD
 
 from .rules import BY_NAME, rule_of_name
 from .settings import check_precision

@@ -31,7 +31,7 @@ from gemini.train.checkpoint.export import (
 )
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
-from gemini.train.modules.compiled import BLOCKS_INSTEAD
+from gemini.train.modules.changing import BLOCKS_INSTEAD
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.guard import refuse_in
 from gemini.train.passes.hooks import call_as_forward

@@ -19,8 +19,8 @@ from gemini.planning.rules import RULES, rule_named
 from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.optimizers.in_place import class_in_place_of, convert
 from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.by_name import owner_of
 from gemini.train.params.handle import ParamHandle, handle_of, handles_of, optimizer_of
-from gemini.train.params.owner import owner_of
 
 _STOCK = ("sgd", "adagrad", "rmsprop")
 """transformers' names of classes of torch, beside Adam's."""

@@ -47,8 +47,8 @@ from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.from_config import skeleton_from_config
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import attention_keyword
+from gemini.train.modules.changing import compile_blocks
 from gemini.train.modules.codes import num_weights
-from gemini.train.modules.compiled import compile_blocks
 
 MARKS = (
     " Templates that mark what the assistant says are in docs/examples/chat_templates, for --chat_template_path FILE; "

@@ -30,7 +30,7 @@ from gemini.tracing.meter import Meter
 from gemini.tracing.targets import Target
 from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
 from gemini.train.modules.calls import CallRecord, Calls
-from gemini.train.modules.compiled import hook_around
+from gemini.train.modules.changing import hook_around
 from gemini.train.modules.reading import Structure, structure_of
 from gemini.train.observers import iter_tensors
 from gemini.train.params.handle import handle_of

@@ -28,8 +28,7 @@ from gemini.train import wrap
 from gemini.train.adapters import faces_of, refuse_unsupported, refused
 from gemini.train.checkpoint.export import Export
 from gemini.train.engine import Engine, engine_of
-from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
-from gemini.train.modules.injected import refuse_injected
+from gemini.train.modules.changing import compile_blocks, refuse_compiled_whole, refuse_injected
 from gemini.train.modules.mixed import MADE, move_buffers, warn_of_fp16
 from gemini.train.modules.reading import Structure
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers

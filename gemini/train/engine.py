@@ -1,7 +1,7 @@
 """The engine behind one wrapped model: makes all that its training is done with, and hands each part what it needs.
 
 Nothing below knows it. Hooks and params refer to it weakly, as the passes and the owner that they ask
-(:mod:`gemini.train.passes.hooks`, :mod:`gemini.train.params.owner`): the model alone keeps it alive. Params are
+(:mod:`gemini.train.passes.hooks`, :mod:`gemini.train.params.by_name`): the model alone keeps it alive. Params are
 ordinary ones while the model computes (a forward is on the stack, a backward is running, or ``gathered()`` is open),
 and guarded at all other times.
 """
@@ -37,15 +37,12 @@ from gemini.train.observers import ChangedChunks, Observers, WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.params.handle import StageParam
-from gemini.train.params.tensor_slice import TensorSlice
+from gemini.train.params.handle import StageParam, TensorSlice
 from gemini.train.passes.again import Again
 from gemini.train.passes.backward import BackwardPass, Recovery
-from gemini.train.passes.forward import ForwardPass, StrayReads
-from gemini.train.passes.gathered import Gathering, Rewriting
+from gemini.train.passes.forward import ForwardPass, Gathering, Parts, Rewriting, StrayReads
 from gemini.train.passes.hooks import Passes
 from gemini.train.passes.parking import Parking
-from gemini.train.passes.parts import Parts
 from gemini.train.passes.stepping import Stepping
 from gemini.train.setup.adoption import Adoption, TrainedParams, take_apart
 from gemini.train.setup.build import Built, build

@@ -320,7 +320,7 @@ class StepState:
         nothing moves, no update is awaited and nobody records; and its outermost module (its ``id``). 0 for none."""
         self.num_looked_at = -1
         """Number of params and modules that had been registered anywhere when the whole model was looked at last
-        (:mod:`gemini.train.modules.injected`)."""
+        (:mod:`gemini.train.modules.changing`)."""
         self.has_stepped = False
         """Whether an optimizer step is over."""
         self.num_open = 0

@@ -386,7 +386,7 @@ def test_what_the_files_of_a_model_lack_is_said(train: Command, tmp_path: Path) 
 def test_compiled_blocks_and_another_attention(train: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout is compiled too, and the same wherever chunks live."""
     from gemini.jobs import train as job
-    from gemini.train.modules.compiled import compile_blocks
+    from gemini.train.modules.changing import compile_blocks
 
     num_blocks: list[int] = []
     monkeypatch.setattr(

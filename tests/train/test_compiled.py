@@ -23,7 +23,7 @@ import gemini
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
-from gemini.train.modules.compiled import compile_blocks, hook_around
+from gemini.train.modules.changing import compile_blocks, hook_around
 from gemini.train.modules.reading import compiled_part
 from gemini.train.passes import hooks
 from gemini.train.setup.problem import collect_params, structural_trace, working_set

@@ -22,7 +22,7 @@ import gemini
 from gemini.train.loading import from_config as drawing
 from gemini.train.loading import skeleton
 from gemini.train.loading.stored_model import Made, StoredModel, reading_of
-from gemini.train.params.tensor_slice import TensorSlice
+from gemini.train.params.handle import TensorSlice
 from tests.hunts.zoo.configs import tiny_config
 from tests.world import world_of
 

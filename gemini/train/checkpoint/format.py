@@ -30,8 +30,7 @@ from gemini.errors import GeminiError, StorageError, of_storage
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import STORED_DTYPES, TensorFile
-from gemini.train.params.handle import ParamHandle
-from gemini.train.params.tensor_slice import TensorSlice
+from gemini.train.params.handle import ParamHandle, TensorSlice
 
 FORMAT, VERSION = "gemini-checkpoint", 4
 READABLE = (2, 3, 4)

@@ -47,7 +47,7 @@ from gemini.train.checkpoint.states import (
 from gemini.train.checkpoint.tensor_file import TensorFile
 from gemini.train.checkpoint.write import CheckpointHome, Draft, FolderHome, sources_of
 from gemini.train.engine import Engine
-from gemini.train.modules.injected import refuse_injected
+from gemini.train.modules.changing import refuse_injected
 from gemini.train.observers import ChangedChunks
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamSet

@@ -37,8 +37,7 @@ from gemini.train.loading.skeleton import (
 )
 from gemini.train.modules.reading import Structure, own_buffers
 from gemini.train.params.by_name import ByName, same_bits
-from gemini.train.params.handle import ParamHandle
-from gemini.train.params.tensor_slice import TensorSlice
+from gemini.train.params.handle import ParamHandle, TensorSlice
 from gemini.train.setup.wrappable import refuse_unwrappable
 
 

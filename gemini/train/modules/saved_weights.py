@@ -30,9 +30,9 @@ from gemini.memory.movement.manager import Manager
 from gemini.patches import patch
 from gemini.train.modules.calls import CallRecord
 from gemini.train.observers import Observers, own_work
+from gemini.train.params.by_name import owner_of
 from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import ParamHandle, handle_of
-from gemini.train.params.owner import owner_of
 
 _hooks: Any = torch._C._autograd
 _CHECKPOINTING = torch.utils.checkpoint.__name__

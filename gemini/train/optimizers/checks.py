@@ -16,8 +16,8 @@ from torch import nn
 from gemini.planning.planes import shapes_of
 from gemini.ranks.agree import Facts, Point, checksum_text, plain
 from gemini.rules import RuleSpec, UpdateRule, is_decoupled, number_of, rule_of
+from gemini.train.params.by_name import Owner, owner_of
 from gemini.train.params.handle import handle_of
-from gemini.train.params.owner import Owner, owner_of
 
 Group = Mapping[str, Any]
 

@@ -23,8 +23,8 @@ from gemini.ranks.agree import Point
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaling import Scale, ScaleLoss, Scaling, scaler_steps
 from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.by_name import owner_of
 from gemini.train.params.handle import handle_of, handles_of, params_of
-from gemini.train.params.owner import owner_of
 from gemini.train.sharding.shards import Company
 
 

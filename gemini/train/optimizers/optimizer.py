@@ -25,6 +25,7 @@ from gemini.train.gradients.scaling import scaler_steps
 from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
 from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
+from gemini.train.params.by_name import Owner, owner_of
 from gemini.train.params.handle import (
     Leftover,
     ParamHandle,
@@ -35,7 +36,6 @@ from gemini.train.params.handle import (
     params_of,
     stepping_in_backward,
 )
-from gemini.train.params.owner import Owner, owner_of
 from gemini.train.passes.stepping import Stepping
 from gemini.train.step import run_alone
 

@@ -25,9 +25,9 @@ from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
 from gemini.planning.rules import scale_of
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF, layout_of
+from gemini.train.params.by_name import owner_of
 from gemini.train.params.guard import ReadLater
 from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, params_of
-from gemini.train.params.owner import owner_of
 
 if TYPE_CHECKING:
     from gemini.train.optimizers.optimizer import HybridOptimizer

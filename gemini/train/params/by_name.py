@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from gemini import kernels
+from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
@@ -25,7 +26,7 @@ from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agree import Point, value_facts
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.observers import WriteObservers, without_transforms
-from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
+from gemini.train.params.handle import ParamHandle, ParamSet, WaitingResidual, note_writes
 from gemini.train.step import StepState, alone
 
 
@@ -360,6 +361,34 @@ class ByName:
             untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(untouched, old, new.to(old.dtype))
         return new
+
+
+# ---- the model behind a param ----------------------------------------------------------------------------------------
+
+
+class Owner(Protocol):
+    """The model as its params know it, weakly: a param that a program keeps must not keep chunks."""
+
+    config: GeminiConfig
+    params: ParamSet
+    store: ChunkStore
+    state: StepState
+    by_names: ByName
+    # Of the passes, which are in a room above: `StrayReads`, `BackwardPass`, `Stepping`.
+    reads: Any
+    backward: Any
+    stepping: Any
+
+
+def owner_of(handle: ParamHandle) -> Owner:
+    """Return what manages a param."""
+    owner: Owner | None = handle.owner()
+    if owner is None:
+        raise ParamAccessError(f"the model that managed {handle.name!r} was deleted; its params hold nothing any more")
+    return owner
+
+
+# ---- planes ----------------------------------------------------------------------------------------------------------
 
 
 def same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:

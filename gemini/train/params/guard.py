@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 from gemini.errors import ParamAccessError, warn
 from gemini.interrupts import call_without_grad
 from gemini.train.observers import iter_tensors, unwrapped, without_transforms
+from gemini.train.params.by_name import owner_of
 from gemini.train.params.handle import ParamHandle
-from gemini.train.params.owner import owner_of
 
 
 class _NotSwapped(list[str]):

@@ -32,7 +32,7 @@ from gemini.train.activations.store import ACTIVATIONS
 from gemini.train.observers import innermost_transform
 from gemini.train.params.guard import AT_REST
 from gemini.train.passes.backward import BackwardPass, Recovery
-from gemini.train.passes.parts import Parts
+from gemini.train.passes.forward import Parts
 from gemini.train.step import run_alone
 
 T = TypeVar("T")

@@ -16,12 +16,11 @@ from gemini.train.gradients import scaling
 from gemini.train.gradients.store import refuse_grad
 from gemini.train.modules.calls import CallRecord
 from gemini.train.observers import own_work
+from gemini.train.params.by_name import owner_of
 from gemini.train.params.exposure import hide
 from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import Leftover, ParamHandle, stepping_in_backward
-from gemini.train.params.owner import owner_of
-from gemini.train.passes.forward import ForwardPass
-from gemini.train.passes.parts import Parts
+from gemini.train.passes.forward import ForwardPass, Parts
 from gemini.train.step import at_end_of_backward
 from gemini.waiting import PROGRESS
 

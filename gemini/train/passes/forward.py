@@ -1,12 +1,18 @@
-"""The forward pass of one model: modules begin and end, and the weights that they read are there meanwhile."""
+"""The forward pass of one model: modules begin and end, and the weights that they read are there meanwhile.
+
+Writes to gathered weights become the masters exactly: those of a program inside ``model.gathered(write=True)``, and
+those of a module inside its own forward. ``nn.Embedding(max_norm=...)`` and modules of the program's own with a number
+called ``max_norm`` scale rows, OFT with ``coft=True`` and CPT bound what they have, and layers with a merged adapter
+that is disabled take it out first. Elements that such a write changed have no residual any more, others keep theirs.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,13 +20,58 @@ import torch
 from torch import nn
 
 from gemini.errors import ParamAccessError
+from gemini.interrupts import WHOLE, call_without_grad, yield_without_grad
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.modules.calls import CallRecord, begin_backward_of
-from gemini.train.observers import innermost_transform, is_differentiating, iter_tensors, own_work, without_transforms
-from gemini.train.params.handle import ParamHandle
-from gemini.train.params.owner import owner_of
-from gemini.train.passes.parts import Parts
+from gemini.memory.store import ChunkStore
+from gemini.ranks.agree import Point, value_facts
+from gemini.ranks.wire import Wire
+from gemini.train.activations.store import ActivationStore
+from gemini.train.gradients.scaling import Scaling
+from gemini.train.gradients.store import GradientStore
+from gemini.train.modules.calls import CallRecord, Calls, begin_backward_of
+from gemini.train.modules.saved_weights import SavedWeights
+from gemini.train.observers import (
+    Observers,
+    WriteObservers,
+    innermost_transform,
+    is_differentiating,
+    iter_tensors,
+    own_work,
+    without_transforms,
+)
+from gemini.train.params.by_name import ByName, owner_of
+from gemini.train.params.exposure import Exposure, take_in, undo_writes
+from gemini.train.params.handle import ParamHandle, ParamSet, handles_of
 from gemini.train.setup.adoption import TrainedParams
+from gemini.train.sharding.shards import Company
+from gemini.train.step import StepState
+from gemini.train.update.sinks import GradientSink
+from gemini.train.update.updates import Updates
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one wrapped model that its passes and steps work with, made from top to bottom."""
+
+    params: ParamSet
+    store: ChunkStore
+    state: StepState
+    lock: AbstractContextManager[Any]
+    """Lock of the books: one thread at a time changes what is gathered. Workers never take it."""
+    observers: Observers
+    writes: WriteObservers
+    exposure: Exposure
+    saved_weights: SavedWeights
+    calls: Calls
+    updates: Updates
+    gradients: GradientStore
+    activations: ActivationStore
+    scaling: Scaling
+    company: Company
+    sink: GradientSink
+    by_names: ByName
+    slices: Wire
+    """Among the ranks with slices of the same params; this one alone of params that are whole."""
 
 
 class ForwardPass:
@@ -316,7 +367,7 @@ class StrayReads:
         # One operation may read weights of two models (distillation): each has its own books.
         owners = {id(owner): owner for owner in map(owner_of, handles)}
         storages = {handle.chunk.face.untyped_storage()._cdata: handle for handle in handles}
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for owner in owners.values():
                 chunks = {h.chunk.spec.index: h.chunk for h in handles if h.owner() is owner}
                 stack.enter_context(owner.reads.opened(chunks.values()))
@@ -337,3 +388,114 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except RuntimeError:  # sparse, or a wrapper without memory of its own
         return None
+
+
+# ---- writes to gathered weights, which become the masters exactly ----------------------------------------------------
+
+
+class Gathering:
+    """Keeps params of one model readable for a program, and takes over what it writes. The training thread's alone."""
+
+    def __init__(self, parts: Parts, forward: ForwardPass):
+        self._by_names, self._manager, self._observers = parts.by_names, parts.store.manager, parts.writes
+        self._forward, self._occupancy = forward, parts.state.occupancy
+
+    @contextmanager
+    def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
+        """Keep the full weights of ``handles`` readable; with ``write`` what was written becomes the master exactly.
+        Autograd is off where weights are written. An exception inside undoes what was written.
+        """
+        chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
+        before: dict[str, torch.Tensor] = {}
+        is_first = write and not self._occupancy.is_own
+        try:
+            if is_first:
+                self._occupancy.begin_alone()
+            if write:
+                # Before the copies: an update in flight still changes weights that are in place.
+                for chunk in chunks:
+                    chunk.settle()
+                before = _copies_of(handles)
+            # A checkpoint that is being written has these chunks first: `before_write` waits for it.
+            with self._forward.opened(chunks):
+                if write:
+                    for chunk in chunks:
+                        self._observers.before_write(chunk)  # one that never moves is written in place
+                # Once masters change there is no way back: what was shown must not be undone under them.
+                takes_over = False
+                try:
+                    yield from yield_without_grad() if write else (None,)  # torch allows writes to weights only there
+                    if write:
+                        # Before any master changes, on every rank: what was not written alike is refused on all.
+                        values = ((h.name, self._by_names.to_compare(h, h.view)) for h in handles)
+                        self._by_names.agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))
+                        with WHOLE:  # Ctrl-C leaves no write half done
+                            takes_over = True
+                            for handle in handles:
+                                self._by_names.take_over(handle, before.get(handle.name))
+                except BaseException:
+                    with WHOLE:
+                        # Nothing was taken over: weights in place get their old values, windows are dropped below.
+                        for handle in handles if not takes_over else ():
+                            undo_writes(handle)
+                            if handle.name in before:
+                                handle.view.copy_(before[handle.name])
+                    raise
+        finally:
+            if write:
+                with WHOLE:
+                    # In any case: after an error a window has values that no master has, and after a write it may lack
+                    # the rounding.
+                    self._manager.drop(chunks)
+                    self._manager.refresh_lent()
+            if is_first:
+                self._occupancy.end_alone()
+
+
+class Rewriting:
+    """Makes what modules write to their weights in a forward the masters of one model. ``lock``: of its books.
+
+    On the thread that calls the module, which may be one of several that evaluate the model.
+    """
+
+    def __init__(self, by_names: ByName, observers: WriteObservers, lock: AbstractContextManager[Any]):
+        self._by_names, self._observers, self._lock = by_names, observers, lock
+
+    def begin(self, handles: list[ParamHandle]) -> dict[str, torch.Tensor]:
+        """Begin the call of a module that may rewrite these; gives what those are now that are rewritten in place."""
+        for chunk in resident_chunks(handles):
+            self._observers.before_write(chunk)
+        return call_without_grad(_copies_of, handles)
+
+    def end(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
+        """End the call, and take over what it wrote; ``before``: what :meth:`begin` gave."""
+        call_without_grad(self._take_over, handles, before)
+
+    def unmerge(self, layer: Any) -> None:
+        """Take the merged adapters of a tuner layer out of its weights, with the bits of PEFT."""
+        handles = handles_of(layer.parameters())
+        before = self.begin(handles)
+        try:
+            call_without_grad(layer.unmerge)
+        finally:
+            self.end(handles, before)
+
+    def _take_over(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
+        with self._lock, WHOLE:
+            for handle in handles:
+                # PEFT sets `weight.data`: the values come into the window before torch's count is compared.
+                take_in(handle)
+                if handle.param._version != handle.version:
+                    handle.version = handle.param._version  # torch has counted this write itself
+                    handle.num_writes += 1
+                    self._by_names.take_over(handle, before.get(handle.name))
+
+
+def resident_chunks(handles: Iterable[ParamHandle]) -> tuple[Chunk, ...]:
+    """Find the chunks whose weights are written to in place: their updates have to be over when a write begins."""
+    return tuple({handle.chunk.spec.index: handle.chunk for handle in handles if handle.chunk.resident}.values())
+
+
+def _copies_of(handles: Iterable[ParamHandle]) -> dict[str, torch.Tensor]:
+    """Copy weights that are about to be written to in place: nothing else tells which elements were changed."""
+    return {handle.name: handle.view.clone() for handle in handles if handle.chunk.resident}

@@ -22,17 +22,16 @@ from torch import nn
 
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.patches import replaced
-from gemini.train.modules import injected
+from gemini.train.modules import changing
 from gemini.train.modules.calls import begin_backward_of, passes_of
-from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
+from gemini.train.modules.changing import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
 from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewritten_by
 from gemini.train.observers import innermost_transform
+from gemini.train.params.by_name import Owner
 from gemini.train.params.handle import ParamHandle, handles_of
-from gemini.train.params.owner import Owner
 from gemini.train.passes.backward import BackwardPass, Recovery
-from gemini.train.passes.forward import ForwardPass
-from gemini.train.passes.gathered import Rewriting, resident_chunks
+from gemini.train.passes.forward import ForwardPass, Rewriting, resident_chunks
 from gemini.train.setup.problem import Decision
 from gemini.train.step import StepState
 
@@ -66,7 +65,7 @@ def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
     """Register every hook on a model, and note it in ``hooks``, which changes with what is compiled: it is the model's
     own, and all that is ever to be removed.
     """
-    injected.watch(module for _, module in structure.modules)
+    changing.watch(module for _, module in structure.modules)
     # Updates may be under way where steps overlap.
     # The root's hooks come first in `hooks`: see NUM_ROOT_HOOKS.
     waits = _chunks_to_await(structure) if passes.config.overlap else {}
@@ -244,8 +243,8 @@ def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], residen
         is_compiler_there = "torch._dynamo" in sys.modules
         if is_compiler_there:
             refuse_inside_compiled()
-        if state.num_looked_at != injected.num_registered:
-            injected.refuse_injected(state, module, is_root=True)
+        if state.num_looked_at != changing.num_registered:
+            changing.refuse_injected(state, module, is_root=True)
         if is_compiler_there:
             if not state.computing and compiled.have_changed(module):
                 follow_compiled(module, passes)
@@ -325,7 +324,7 @@ def _pre(
         if state.requires_grad_changed and not state.computing:
             passes.forward.follow_flips()
         if is_entrance and not state.computing:
-            injected.refuse_injected(state, module, is_root=False)
+            changing.refuse_injected(state, module, is_root=False)
         passes.forward.begin_call(module, chunks, resident, keep)
 
     return pre

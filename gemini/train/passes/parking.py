@@ -27,7 +27,7 @@ from gemini.tiers import FILED, Tier
 from gemini.train.gradients.store import HOLDER
 from gemini.train.params.by_name import copy_plane
 from gemini.train.params.exposure import expose, hide
-from gemini.train.passes.parts import Parts
+from gemini.train.passes.forward import Parts
 from gemini.train.setup.build import begin_budget
 
 _STAYS = "context"

@@ -15,10 +15,9 @@ from gemini.planning.planes import RuleSpec, factor_bytes, plane_specs, precisio
 from gemini.tiers import Tier
 from gemini.train.activations.store import ActivationStore
 from gemini.train.modules.saved_weights import SavedWeights
-from gemini.train.params.by_name import ByName
+from gemini.train.params.by_name import ByName, owner_of
 from gemini.train.params.exposure import Exposure, poison
 from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings, make_factors, owners
-from gemini.train.params.owner import owner_of
 
 
 class Adoption:

@@ -44,8 +44,7 @@ from gemini.rules import UpdateRule, refuse_other
 from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
 from gemini.train.modules.reading import Structure
-from gemini.train.params.handle import ParamHandle, ParamSet, make_factors, optimizer_of
-from gemini.train.params.tensor_slice import TensorSlice
+from gemini.train.params.handle import ParamHandle, ParamSet, TensorSlice, make_factors, optimizer_of
 from gemini.train.setup.problem import Decision, collect_params, decide
 
 _CROSSING = (WEIGHTS, *GRADS)

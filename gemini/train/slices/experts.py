@@ -22,7 +22,7 @@ from gemini.errors import RankMismatch
 from gemini.ranks.group import Ranks, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.modules.reading import is_a, is_tuner_layer, own_params
-from gemini.train.params.tensor_slice import TensorSlice
+from gemini.train.params.handle import TensorSlice
 from gemini.train.slices.slicing import WholeParams, refuse_differing, sizes_that_divide, style_of
 
 _WHAT = "an exchange of tokens (expert parallel)"

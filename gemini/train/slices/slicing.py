@@ -31,8 +31,7 @@ from gemini.ranks.wire import Tag, Wire
 from gemini.train.modules.codes import first_coded
 from gemini.train.modules.reading import is_tuner_layer, own_params
 from gemini.train.observers import iter_tensors
-from gemini.train.params.handle import SET_DATA, ParamHandle
-from gemini.train.params.tensor_slice import TensorSlice
+from gemini.train.params.handle import SET_DATA, ParamHandle, TensorSlice
 from gemini.train.slices.styles import STYLES, ImaginedSlices, Slices, cutting_of, parts_of, sliced_forward
 
 
