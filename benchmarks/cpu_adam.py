@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._report import add_out, head, publish, table
 from benchmarks._rounds import Spread, measure_in_turn, median_ratio, seconds_of
 from gemini import kernels
-from gemini.optim.compact import CompactRule
+from gemini.optim.around import CompactRule
 from gemini.rules import ADAM, Arrays, Segment, Where
 
 HUGE_PAGE = 2 << 20

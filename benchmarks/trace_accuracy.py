@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gemini
 from benchmarks._report import add_report_arguments, head, publish, table
-from gemini.tracing.batches import model_class_for
+from gemini.tracing.ahead import model_class_for
 
 LIMIT = 0.03
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

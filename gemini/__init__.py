@@ -31,8 +31,7 @@ _NAMES = {
     "gemini.ranks.group": "data_rank",
     "gemini.sharing": "SharedBudget",
     "gemini.tiers": "MemoryBudget Tier",
-    "gemini.tracing.ahead": "trace",
-    "gemini.tracing.batches": "batch_for",
+    "gemini.tracing.ahead": "batch_for trace",
     "gemini.tracing.tracer": "MemoryTracer",
     "gemini.train.averages": "EMA",
     "gemini.train.checkpoint.saving": "PendingCheckpoint load_checkpoint save_checkpoint",
@@ -76,8 +75,8 @@ if TYPE_CHECKING:
     from gemini.sharing import SharedBudget as SharedBudget
     from gemini.tiers import MemoryBudget as MemoryBudget
     from gemini.tiers import Tier as Tier
+    from gemini.tracing.ahead import batch_for as batch_for
     from gemini.tracing.ahead import trace as trace
-    from gemini.tracing.batches import batch_for as batch_for
     from gemini.tracing.tracer import MemoryTracer as MemoryTracer
     from gemini.train.averages import EMA as EMA
     from gemini.train.checkpoint.saving import PendingCheckpoint as PendingCheckpoint

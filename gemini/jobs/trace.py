@@ -29,8 +29,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     settings.check()  # of a plan: only now it is known for what it is traced
     # The imports of seconds: a command line that is refused before does not pay for them.
     from gemini.jobs.models import find_config, hush, lora_on
-    from gemini.tracing.ahead import FLASH
-    from gemini.tracing.batches import batch_for, model_class_for
+    from gemini.tracing.ahead import FLASH, batch_for, model_class_for
     from gemini.train.loading.from_config import skeleton_from_config
 
     source = find_config(settings.config, settings.layers)
@@ -70,7 +69,7 @@ def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
     """The model of a config as a trace without work: its params, to compare with."""
     from gemini.jobs.models import find_config, hush
     from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-    from gemini.tracing.batches import model_class_for
+    from gemini.tracing.ahead import model_class_for
     from gemini.train.loading.from_config import skeleton_from_config
     from gemini.train.setup.problem import structural_trace
 

@@ -28,7 +28,7 @@ from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.staging import SLOTS
 from gemini.memory.nvme import Extent, SpillFile, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
-from gemini.optim.compact import CompactRule
+from gemini.optim.around import CompactRule
 from gemini.planning.hardware import Figure, human_figure
 from gemini.planning.planes import plane_specs
 from gemini.planning.working import DEVICE_TILE, TILE

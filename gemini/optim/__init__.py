@@ -17,7 +17,7 @@ from gemini.planning.rules import RULES
 _OPTIMIZERS = {entry.optimizer for entry in RULES.values()}
 _WHERE = {
     "AdoptedRule": "gemini.optim.adopted",
-    "AveragedRule": "gemini.optim.average",
+    "AveragedRule": "gemini.optim.around",
     "adopt": "gemini.optim.adopted",
     "muon_groups": "gemini.optim.optimizers",
     **{entry.rule: entry.module for entry in RULES.values()},

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -38,10 +39,8 @@ from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.token_tiles import as_tiles, tile_sizes
 from gemini.planning.trace import MemoryTrace, Source
-from gemini.tracing.batches import check_named, count_tokens, model_class_for
-from gemini.tracing.meter import tensors_in
-from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
-from gemini.tracing.targets import Target, make_target
+from gemini.tracing.meter import Target, make_target, tensors_in
+from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
 from gemini.train.context.parallel import imagine_parts, part_of
 from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept
@@ -178,7 +177,7 @@ def trace(
         model: a transformers config object, or an ``nn.Module`` (with values, on the meta device or fake), which is
             left as it is. It is traced in training mode.
         batch: keyword arguments of forward. Of tensors only shapes and dtypes count, so they may be on the meta
-            device; :func:`gemini.tracing.batches.batch_for` makes them for a config.
+            device; :func:`gemini.batch_for` makes them for a config.
         precision: the compute dtype, "bf16", "fp16" or "fp32". Params and inputs are cast to it, buffers are not, as
             ``GeminiDDP`` does.
         target: "cpu" or "cuda", whose workspaces the bytes include; by default "cuda" if there is one.
@@ -278,6 +277,125 @@ def nothing_collected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+# ---- inputs --------------------------------------------------------------------------------------------------------
+
+
+def model_class_for(config: Any) -> Any:
+    """The class of transformers to train a config with: what ``architectures`` names if it takes labels, else the
+    sequence-to-sequence, masked, causal language model or image, audio or sequence classifier there is.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        named = getattr(transformers, name, None)
+        if named is not None and "labels" in inspect.signature(named.forward).parameters:
+            return named
+    masked = not getattr(config, "is_decoder", False)
+    order = [
+        ("SEQ_TO_SEQ_CAUSAL_LM", bool(getattr(config, "is_encoder_decoder", False))),
+        ("SPEECH_SEQ_2_SEQ", bool(getattr(config, "is_encoder_decoder", False))),
+        ("MASKED_LM", masked),
+        ("CAUSAL_LM", True),
+        ("IMAGE_CLASSIFICATION", True),
+        ("CTC", True),
+        ("AUDIO_CLASSIFICATION", True),
+        ("SEQUENCE_CLASSIFICATION", True),
+    ]
+    for kind, applies in order:
+        mapping = getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", None)
+        if applies and mapping is not None and type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, (tuple, list)) else found
+    raise ValueError(
+        f"{type(config).__name__} has no model class with a loss in transformers {transformers.__version__} "
+        f"(architectures={getattr(config, 'architectures', None)}): pass model_class="
+    )
+
+
+def batch_for(
+    config: Any,
+    batch_size: int = 1,
+    seq_len: int = 1024,
+    *,
+    target_len: int | None = None,
+    attention_mask: bool = False,
+    dtype: torch.dtype = torch.float32,
+    model_class: Any = None,
+) -> dict[str, torch.Tensor]:
+    """Inputs and labels for one step of the model of ``config``, on the meta device.
+
+    Args:
+        config: a transformers config object.
+        batch_size: samples.
+        seq_len: positions of each (of audio: samples of sound; without meaning for images, whose size the config has).
+        target_len: positions of the decoder of an encoder-decoder model; by default ``seq_len``.
+        attention_mask: whether a mask is passed, as with padded batches.
+        dtype: of images and sounds; some models want them in the compute dtype.
+        model_class: if not the one that :func:`model_class_for` finds.
+
+    Raises:
+        ValueError: for a model whose inputs cannot be guessed from its config.
+    """
+    model_class = model_class or model_class_for(config)
+    name = model_class.__name__
+    known = inspect.signature(model_class.forward).parameters
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.long, device="meta")
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    batch: dict[str, torch.Tensor] = {}
+    if "pixel_values" in known and "input_ids" not in known:
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", None)
+        if size is None:
+            raise ValueError(f"{type(config).__name__} says no image_size: make the batch yourself (pixel_values, ...)")
+        height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
+        batch["pixel_values"] = numbers(batch_size, getattr(vision, "num_channels", 3), height, width)
+        batch["labels"] = ids(batch_size)
+        return batch
+    if "input_features" in known:
+        length = 2 * getattr(config, "max_source_positions", 1500)
+        batch["input_features"] = numbers(batch_size, getattr(config, "num_mel_bins", 80), length)
+    elif "input_values" in known:
+        batch["input_values"] = numbers(batch_size, seq_len)
+    elif "input_ids" in known:
+        batch["input_ids"] = ids(batch_size, seq_len)
+    else:
+        raise ValueError(
+            f"what {name} takes is not known here ({', '.join(list(known)[1:6])}): make the batch yourself"
+        )
+    if attention_mask:
+        batch["attention_mask"] = ids(*next(iter(batch.values())).shape[:2])
+    one_each = name.endswith(("ForSequenceClassification", "ForAudioClassification", "ForImageClassification"))
+    if one_each:
+        batch["labels"] = ids(batch_size)
+    elif getattr(config, "is_encoder_decoder", False):
+        batch["labels"] = ids(batch_size, target_len or seq_len)
+    else:
+        batch["labels"] = ids(batch_size, seq_len)
+    return batch
+
+
+def check_named(batch: Any, forward: Any) -> None:
+    """Refuse what is not named as forward names it.
+
+    Raises:
+        ValueError: with the names there are.
+    """
+    if not isinstance(batch, Mapping):
+        names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        like = ", ".join(f'"{name}": ...' for name in [name for name in names if name != "self"][:3])
+        raise ValueError(
+            f"a batch has the arguments of forward by name, such as {{{like}}}; got a {type(batch).__name__}"
+        )
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

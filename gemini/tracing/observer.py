@@ -15,7 +15,7 @@ import inspect
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,9 +25,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Product, Source
-from gemini.tracing.batches import count_tokens
-from gemini.tracing.meter import Meter
-from gemini.tracing.targets import Target
+from gemini.tracing.meter import Meter, Target
 from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
 from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.modules.changing import hook_around
@@ -437,6 +435,24 @@ class Observer:
         )
         self._gradients = set()
         return len(moments) - 1
+
+
+def count_tokens(shapes: Mapping[str, tuple[int, ...]], model: Any = None) -> int:
+    """Positions that a batch of these shapes has the model work on.
+
+    Those of its inputs; of an encoder-decoder ``model`` those of the decoder as well. A decoder's labels are its inputs
+    once more and do not count. Images, and what else has no positions, count as samples.
+    """
+    source = next((shapes[name] for name in ("input_ids", "inputs_embeds") if name in shapes), None)
+    decoder = 0
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        names = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+        target = next((shapes[name] for name in names if name in shapes), ())
+        decoder = target[0] * target[1] if len(target) > 1 else 0
+    if source is not None:
+        return decoder + (source[0] * source[1] if len(source) > 1 else source[0])
+    first = next(iter(shapes.values()), ())
+    return decoder or (first[0] if first else 0)
 
 
 def trace_of_step(

@@ -17,8 +17,8 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, with_seconds
+from gemini.tracing.meter import make_target
 from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
-from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
 from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.modules.reading import compiled_part, structure_of

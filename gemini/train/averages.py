@@ -1,6 +1,6 @@
 """``gemini.EMA``: the moving averages that a model keeps beside its masters, by name, and in the place of its weights.
 
-What keeps them up to date is the rule that the model is wrapped for (:mod:`gemini.optim.average`): they are a plane of
+What keeps them up to date is the rule that the model is wrapped for (:mod:`gemini.optim.around`): they are a plane of
 its chunks, on the tier of its states. A param that had no update yet, and a frozen one, is its own average.
 """
 
@@ -15,8 +15,8 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.optim.average import EMA as PLANE
-from gemini.optim.average import AveragedRule
+from gemini.optim.around import EMA as PLANE
+from gemini.optim.around import AveragedRule
 from gemini.ranks.agree import Attempt, Facts, Point
 from gemini.train.engine import Engine
 from gemini.train.params.handle import ParamHandle

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gemini.config import GeminiConfig
 from gemini.ledger import Turn
 from gemini.memory.devices.device import make_device
-from gemini.optim.compact import rule_for
+from gemini.optim.around import rule_for
 from gemini.ranks.group import Ranks, join
 from gemini.ranks.wire import Wire
 from gemini.rules import UpdateRule

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule, SophiaHRule
-from gemini.optim.average import MovingAverage
-from gemini.optim.compact import CompactRule
+from gemini.optim.around import CompactRule, MovingAverage
 from gemini.rules import Arrays, Segment, UpdateRule, Where
 from tests.native.native_cases import any_bits, as_bits, assert_same_bits, to_dtype
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from gemini import kernels
 from gemini.kernels.reference import decode, encode
 from gemini.optim import AdamRule
-from gemini.optim.compact import CompactRule
+from gemini.optim.around import CompactRule
 from gemini.rules import Arrays, Segment, Where
 from tests.native.native_cases import NATIVE_ISAS, adam_update, any_bits, as_bits
 

@@ -23,7 +23,7 @@ from gemini.planning.parallel import (
 from gemini.planning.plan import Plan
 from gemini.planning.trace import MemoryTrace, Phase
 from gemini.tiers import Tier
-from gemini.tracing.batches import batch_for
+from gemini.tracing.ahead import batch_for
 
 HIDDEN, TOKENS, LAYERS, WORDS = 64, 2 * 32, 4, 256
 CONFIG = LlamaConfig(

@@ -8,7 +8,8 @@ import torch
 import transformers
 
 import gemini
-from gemini.tracing.batches import count_tokens, model_class_for
+from gemini.tracing.ahead import model_class_for
+from gemini.tracing.observer import count_tokens
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -20,7 +20,7 @@ from gemini.errors import GeminiError, PlanMismatch
 from gemini.kernels import reference
 from gemini.kernels.reference import decode, encode
 from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
-from gemini.optim.compact import CompactRule
+from gemini.optim.around import CompactRule
 from gemini.planning import rules as spec_rules
 from gemini.planning.planes import RESIDUAL, PlaneSpec
 from gemini.rules import UpdateRule, Where

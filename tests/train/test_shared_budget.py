@@ -13,7 +13,7 @@ from torch import nn
 
 import gemini
 from gemini.errors import BudgetExceeded, StorageError
-from gemini.testing.standin import StandinDevice
+from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.train.helpers import make_config, noise, same_bits, tight_bytes
 from tests.world import world_of

@@ -19,8 +19,7 @@ from torch import nn
 from gemini.errors import GeminiError, warn
 from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
-from gemini.optim.average import EMA
-from gemini.optim.compact import CompactRule, upper_byte
+from gemini.optim.around import EMA, CompactRule, upper_byte
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
 from gemini.planning.rules import scale_of
 from gemini.rules import UpdateRule

@@ -1,10 +1,9 @@
-"""A GPU for machines without one: its own memory and byte budget, and copies that are not complete at once.
+"""What tests and benchmarks need and no user: a GPU for machines without one, and a clock for it.
 
-Its copies run on threads behind a clock that tests control, so that an event can be *not yet complete*; a
-:class:`RandomClock` makes them as unruly as a GPU's. Importing this module makes it the device that
-``device="standin"`` names.
-
-Its windows may be cut out of one stretch of addresses, as on a GPU: what is free may then be in pieces.
+The GPU has its own memory and byte budget, and copies that are not complete at once: they run on threads behind a clock
+that tests control. A :class:`RandomClock` makes them as unruly as a GPU's. Its windows may be cut out of one stretch of
+addresses, as on a GPU: what is free may then be in pieces. Importing this module, which nothing of the product does,
+makes it the device that ``device="standin"`` names.
 """
 
 from __future__ import annotations
