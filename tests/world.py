@@ -60,7 +60,6 @@ WHERE = {
     "durable": "store.durable",
     "manager": "store.manager",
     "transfers": "store.transfers",  # all that is in flight beside training
-    "fetches": "store.manager.fetches",
     "foresight": "store.manager.foresight",
     "schedule": "store.manager.foresight.schedule",
     "mover": "store.mover",

@@ -140,7 +140,7 @@ class Engine:
         # Updates first: they begin fetches (of lent windows) and end what the manager waits for.
         self.forward.let_go_of_transformed()
         self.updates.drain()
-        self.store.manager.fetches.drain()
+        self.store.manager.drain()
         self.activations.drain()
 
     def watch_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
@@ -170,7 +170,7 @@ class Engine:
         self.forward.close()  # its hooks are over those of activations
         # The threads end here: from here on nobody but this one touches a chunk.
         self.store.transfers.close()
-        for part in (self.updates, self.store.manager.fetches, self.activations):
+        for part in (self.updates, self.store.manager, self.activations):
             part.close()
         # After all that may still write to planes.
         take_apart(self.store.chunks, self.params.handles)
@@ -269,5 +269,5 @@ def _company_of(
     shards = Shards(ranks, built.params, store, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows)
     reduction = Reduction(shards, sink, dtype=reduce_dtype(config), room=problem.in_flight)
     if ranks.size > 1:
-        store.manager.fetches.source = shards
+        store.manager.source = shards
     return shards, reduction

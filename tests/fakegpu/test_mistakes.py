@@ -17,7 +17,7 @@ from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.cuda_windows import CudaEvent, LastUses
 from gemini.memory.devices.device import DONE
 from gemini.memory.devices.pinned import PinnedArena
-from gemini.memory.movement import fetches
+from gemini.memory.movement import manager
 from gemini.memory.movement.transfers import Transfers
 from gemini.train.params.exposure import nan_of
 from tests.fakegpu.test_counts import Blocks
@@ -58,7 +58,7 @@ def _without_waiting_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaEvent, "wait_on_device", lambda event: None)
     # A copy that the host has seen to be over is in order for all that it launches then, and here one is at a second
     # look. On a card copies take longer than the host.
-    monkeypatch.setattr(fetches, "_forget_if_over", lambda chunk: None)
+    monkeypatch.setattr(manager, "_forget_if_over", lambda chunk: None)
 
 
 def _without_waiting_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_a_fetch_ahead_is_taken_while_its_copy_is_under_way(make_world: Callable
     world.manager.acquire(first)
     world.manager.look_ahead()
     assert second.use is Use.FETCHING and third.use is Use.FREE
-    world.manager.fetches.ahead[1].wait()
+    world.manager.ahead[1].wait()
     assert not second.fetched.is_complete(), "the worker is done with it nevertheless"
     world.manager.acquire(second)
     assert second.use is Use.COMPUTE and [copy.on_host for copy in copies(world)] == [0, 0]
@@ -168,7 +168,7 @@ def test_a_fetch_ahead_is_taken_while_its_copy_is_under_way(make_world: Callable
     world.manager.release(first)
     world.manager.look_ahead()
     assert third.use is Use.FETCHING and first.use is Use.FREE
-    world.manager.fetches.drain()
+    world.manager.drain()
     assert third.fetched.is_complete() and third.use is Use.FETCHING, "there, and nobody has asked for it"
     world.manager.acquire(third)
     assert third.flat.unique().tolist() == [3]
@@ -179,7 +179,7 @@ def test_a_fetch_that_is_called_back_gives_its_window_back_behind_the_copy(make_
     world.manager.acquire(world.chunks[0])
     world.manager.look_ahead()
     called_back = world.chunks[1]
-    world.manager.fetches.ahead[called_back.spec.index].wait()
+    world.manager.ahead[called_back.spec.index].wait()
     world.manager.drop([called_back])
     copy = copies(world)[1]
     assert called_back.use is Use.FREE and copy.on_device == 1 and copy.on_host == 0
@@ -195,7 +195,7 @@ def test_a_copy_whose_failure_is_seen_is_tried_again(make_world: Callable[..., W
         world.manager.acquire(world.chunks[0])
         copies(world)[0].happen()
         world.manager.look_ahead()
-        world.manager.fetches.ahead[chunk.spec.index].wait()
+        world.manager.ahead[chunk.spec.index].wait()
 
     def seen(self: Late) -> None:
         self.wait()

@@ -64,14 +64,14 @@ def posed(model: Any) -> tuple[Problem, Placement]:
 def fetched_in(model: Any) -> list[tuple[int, bool]]:
     """The chunks that are gathered from here on, once for every time, and whether that is between two steps."""
     manager, mover, fetched = world_of(model).manager, world_of(model).mover, []
-    gather = manager.fetches.source.gather
+    gather = manager.source.gather
 
     def noted(chunk: Any) -> Any:
         working = mover._of_thread.working
         fetched.append((chunk.spec.index, working is not None and working.ahead))
         return gather(chunk)
 
-    manager.fetches.source.gather = noted
+    manager.source.gather = noted
     return fetched
 
 

@@ -156,7 +156,7 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
         def before_write(self, chunk: Any) -> None:
             if not found:
                 assert go.wait(PATIENCE)
-                found.append(any(not fetch.is_complete() for fetch in list(world.fetches.ahead.values())))
+                found.append(any(not fetch.is_complete() for fetch in list(world.manager.ahead.values())))
                 world.close()
                 found.append(fetches.is_alive)
                 ended.set()

@@ -5,8 +5,17 @@
     evict   = somebody needs the room, or the copy is overtaken
 
 Weights in windows are clean copies, so eviction drops them. What the schedule says is needed next is gathered ahead on
-a worker of its own (:mod:`gemini.memory.movement.fetches`), as far as there is room without taking the place of what is
-needed sooner.
+a worker of its own, as far as there is room without taking the place of what is needed sooner.
+
+A fetch has two ends. It is *under way* once its copies have been given to the device: what had to come before it is
+over (an update, the reading of a file), and what can go wrong with it on the host has. A fetch ahead is a job of the
+worker until then. It is *over* with ``chunk.fetched``, the end of those copies, and for that the host does not wait
+where the device can: whoever reads the window there is put behind it (:meth:`Manager.let_compute_wait`), so that a GPU
+is given the work of many layers ahead. Who gives the memory back, or writes the weights' home on the host, waits too.
+
+A copy that fails says so in ``chunk.fetched``, if the computing thread can wait for it; then the fetch is tried again.
+On CUDA nobody knows until later: an error of the GPU comes up in whichever call is next, and ends the program's use of
+it (see :mod:`gemini.memory.devices.cuda_windows`).
 """
 
 from __future__ import annotations
@@ -14,18 +23,47 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from gemini.interrupts import WHOLE
 from gemini.ledger import Ledger, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
-from gemini.memory.devices.device import Device
-from gemini.memory.movement.fetches import Fetches, Homes
+from gemini.memory.devices.device import DONE, Device, Event
 from gemini.memory.movement.foresight import Foresight
-from gemini.memory.movement.mover import Mover
+from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.room import Room
-from gemini.memory.movement.transfers import Transfers
+from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.policy import EvictionPolicy
+from gemini.planning.timeline import Track
+
+
+class WeightSource(Protocol):
+    """A source of the weights that windows are filled with."""
+
+    in_order: bool
+    """Whether ranks fetch together: in the order in which it was asked for, whoever waits."""
+
+    def gather(self, chunk: Chunk) -> Event:
+        """Start to fill the populated window of a chunk: the end of that."""
+
+    def upcoming(self) -> Iterable[tuple[int, int]]:
+        """What is fetched ahead from here on, (moment, chunk)."""
+
+    def follow(self) -> None:
+        """Do what comes behind the chunk that was just acquired."""
+
+
+class Homes:
+    """The chunks' own homes as the source, in the order that the foresight plans."""
+
+    in_order = False
+
+    def __init__(self, mover: Mover, foresight: Foresight):
+        self.gather, self.upcoming = mover.gather, foresight.upcoming
+
+    def follow(self) -> None:
+        """Do nothing: only ranks have something behind a gather."""
 
 
 class Manager:
@@ -47,9 +85,12 @@ class Manager:
         self.chunks = chunks
         self.foresight = foresight or Foresight()
         self.num_gathers = 0
+        self.source: WeightSource = Homes(mover, self.foresight)
+        """Where weights come from. Another one is set before the first fetch."""
         # Transfers without lanes begin nothing ahead, and every fetch is made where it is needed.
-        self.fetches = Fetches(mover, Homes(mover, self.foresight), transfers or Transfers(mover))
-        self._device = device
+        self._mover, self._transfers = mover, transfers or Transfers(mover)
+        self.ahead = self._transfers.open[Lane.FETCH]
+        """Fetches that nobody has asked for yet, by index of the chunk; over when all copies are under way."""
         self._clock = 0
         self.room = Room(chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy)
         # The ledger keeps these weakly: a worker that holds it must not keep the windows alive.
@@ -78,7 +119,7 @@ class Manager:
         elif chunk.spec.index in self._overtaken:
             self.refresh_lent()
         # At every acquire, not at the first one alone: this thread may compute on another stream than the one before.
-        self.fetches.let_compute_wait(chunk)
+        self.let_compute_wait(chunk)
         if chunk.use is not Use.COMPUTE:
             chunk.step(UseChange.ACQUIRE)
             # It is read again in this step, so its gradients are not all that is left of it.
@@ -89,7 +130,7 @@ class Manager:
             # At the first pin alone: nested calls of one chunk are one use of the schedule.
             self.foresight.acquired(chunk.spec.index)
             try:
-                self.fetches.source.follow()
+                self.source.follow()
             except Exception:
                 self.release(chunk)  # refused: the caller has no pin that it could give back
                 raise
@@ -211,7 +252,7 @@ class Manager:
                 chunk.settle()
                 # Into the same memory, which views of the program look at. No state changes: it was gathered and stays
                 # so.
-                self.fetches.begin_now(chunk)
+                self._fill(chunk)
                 chunk.stale = False
             elif chunk.use in (Use.HOLD, Use.GRAD_READY):
                 self.room.evict(chunk)
@@ -229,30 +270,51 @@ class Manager:
         """Begin the fetches that come next, in their planned order, up to the first one without room: a later one that
         is smaller would take the place of what is read before it.
         """
-        if not self.fetches.begins_ahead:
+        if not self._transfers.beside:
             return
         # Windows of updates that are over are room for the first fetches.
         self._end_updates()
-        source = self.fetches.source
-        for moment, index in source.upcoming():
+        for moment, index in self.source.upcoming():
             chunk = self.chunks[index]
             if chunk.use is not Use.FREE or chunk.window is None:
                 # All ranks post gathers in one order. One that is skipped here would be another order than theirs.
-                if source.in_order:
+                if self.source.in_order:
                     return
                 continue
             # One that can only be gathered when it is read needs its room then: nothing that is read later may take it.
-            if not self.fetches.can_begin(chunk) or not self.room.populate_before(moment, chunk.window):
+            if not self._can_be_ahead(chunk) or not self.room.populate_before(moment, chunk.window):
                 return
-            self._begin_fetch(chunk, moment)
+            self._begin_ahead(chunk, moment)
 
-    def _begin_fetch(self, chunk: Chunk, moment: int) -> None:
-        """Fill the populated window of a chunk ahead of its use."""
+    def _can_be_ahead(self, chunk: Chunk) -> bool:
+        # A guess may be undone, and then what was fetched is not what the step left. Without staging of its own the
+        # lane would share the training thread's areas.
+        if chunk.is_guessed or (self._transfers.staging.get(Lane.FETCH) is None and self._mover.needs_staging(chunk)):
+            return False
+        # Work of the computing stream would stand there behind layers that were given to it before, far ahead of its
+        # use.
+        return not self._mover.computes(chunk)
+
+    def _begin_ahead(self, chunk: Chunk, moment: int) -> None:
+        """Fill the populated window of a chunk ahead of its use beside training, behind the update of its weights."""
         assert chunk.window is not None
+        # Read here, on the training thread: by the time the job runs these may be others.
+        update, source, mover = chunk.update, self.source, self._mover
+        working = Working(mover.watch.moved, self._transfers.staging.get(Lane.FETCH))
+
+        def fetch() -> None:
+            # The one wait of a lane for another: the update lane takes no memory and waits for no fetch of a new
+            # weight, so there is no circle.
+            if update is not None:
+                update.wait()
+            with mover.working(working):
+                # Set before the job is over, and read by nobody until then.
+                chunk.fetched = source.gather(chunk)
+
         try:
             # A fetch that was begun for a chunk whose state says FREE would write into a window that others get.
             with WHOLE:
-                self.fetches.begin(chunk, moment)
+                self._transfers.begin(Lane.FETCH, fetch, moment, key=chunk.spec.index, of=chunk)
                 chunk.step(UseChange.FETCH)
                 chunk.ahead = True
         except BaseException:
@@ -262,8 +324,23 @@ class Manager:
             raise
 
     def _await_arrival(self, chunk: Chunk) -> None:
-        """Take a fetch ahead as it is; one that failed is tried again here and now."""
-        if self.fetches.arrive(chunk):
+        """Take a fetch ahead as it is, and let computing wait for it; one that failed is tried again here and now."""
+        arriving = self.ahead[chunk.spec.index]
+        if not arriving.is_complete():
+            # The lane waits for the update of this chunk. Waiting here moves that update to the front, and tells its
+            # error where it belongs.
+            chunk.settle()
+            # Ranks take gathers in the order in which all of them post them.
+            if not self.source.in_order:
+                self._transfers.hurry(arriving)
+        arrived = self._transfers.wait(arriving, *self._what(chunk)) is None
+        try:
+            if arrived:
+                self._wait_on_device(chunk)
+        except Exception:  # it is tried again, and then told
+            arrived = False
+        self._end_ahead(chunk)
+        if arrived:
             chunk.step(UseChange.ARRIVE)
             self._count_arrival(chunk)
         else:
@@ -272,12 +349,18 @@ class Manager:
 
     def _call_back(self, chunk: Chunk) -> None:
         """Give up a fetch under way: its memory is free afterwards. Waits for it if it has begun."""
-        self.fetches.call_back(chunk)
+        arriving = self.ahead[chunk.spec.index]
+        self._transfers.take_back(arriving, *self._what(chunk))
+        if not arriving.taken_back:
+            # A GPU's window goes behind the copies into it by itself; elsewhere they must be over first.
+            with contextlib.suppress(Exception):
+                chunk.fetched.wait_on_device()
+        self._end_ahead(chunk)
         self._fail(chunk)
 
     def _call_last_back(self, want: Want) -> bool:
         """Give up the last of what is fetched ahead, which is needed latest; False if there is nothing."""
-        last = next(reversed(self.fetches.ahead.values()), None)
+        last = next(reversed(self.ahead.values()), None)
         if last is not None:
             self._call_back(last.of)
         return last is not None
@@ -289,11 +372,40 @@ class Manager:
             chunk.step(UseChange.FAIL)
             self.room.depopulate(chunk.window, "windows")
 
+    def let_compute_wait(self, chunk: Chunk) -> None:
+        """Let whatever is computed from now on, on whichever stream, read the window."""
+        # Also where there is nothing to wait for: when the window goes, its memory is not written before this stream is
+        # done with it.
+        self._mover.device.computes_here()
+        if chunk.fetched is not DONE:
+            if not chunk.fetched.is_complete():
+                self._wait_on_device(chunk)
+            _forget_if_over(chunk)
+
+    def await_begun(self) -> None:
+        """Wait until all fetches ahead are under way, or have failed."""
+        for arriving in self.ahead.values():
+            # On the lane, a wait for the update that it is behind; no error is raised, whoever needs the chunk is told.
+            arriving.wait_until_over()
+
+    def drain(self) -> None:
+        """Wait until nothing is on its way; what failed is told when it is needed."""
+        self.await_begun()
+        for arriving in self.ahead.values():
+            arriving.of.fetched.wait_until_over()
+
+    def close(self) -> None:
+        """End with the model: a chunk that somebody keeps must keep nothing else."""
+        for arriving in list(self.ahead.values()):
+            self._end_ahead(arriving.of)
+
+    # ---- the books ----------------------------------------------------------------------------------------------
+
     def is_balanced(self) -> bool:
         """Whether the books say what there is, where nobody computes: nothing pinned, every window accounted for."""
         for chunk in self.chunks:
             # Two books of one fact. An interrupt between two of their lines leaves them different.
-            is_under_way = chunk.spec.index in self.fetches.ahead
+            is_under_way = chunk.spec.index in self.ahead
             if chunk.pins or chunk.use is Use.COMPUTE or (chunk.use is Use.FETCHING) != is_under_way:
                 return False
         return self.room.is_balanced()
@@ -308,8 +420,12 @@ class Manager:
             with contextlib.suppress(Exception):  # told when the update is waited for
                 self._await_reader()
         for chunk in self.chunks:
-            # Before its window goes: a copy that is under way would write into memory that is not there.
-            self.fetches.start_over(chunk)
+            # Before its window goes: a copy that is under way would write into memory that is not there. Whatever the
+            # books say of it.
+            if arriving := self.ahead.get(chunk.spec.index):
+                self._transfers.take_back(arriving, *self._what(chunk))
+            chunk.fetched.wait_until_over()
+            self._end_ahead(chunk)
             chunk.pins, chunk.stale, chunk.ahead, chunk.grads_complete = 0, False, False, False
             chunk.use = Use.HOLD if chunk.window is None or chunk in kept else Use.FREE
             if chunk.window is not None and chunk not in kept:
@@ -329,7 +445,7 @@ class Manager:
             assert (chunk.use is Use.COMPUTE) == (chunk.pins > 0), (chunk.name, chunk.use, chunk.pins)
             assert chunk.use is not Use.UPDATING or chunk.spec.index in self._updating, chunk.name
             assert chunk.gathered or not chunk.resident, chunk.name
-            assert (chunk.use is Use.FETCHING) == (chunk.spec.index in self.fetches.ahead), chunk.name
+            assert (chunk.use is Use.FETCHING) == (chunk.spec.index in self.ahead), chunk.name
 
     def _fetch(self, chunk: Chunk) -> None:
         """Gather a chunk here and now: somebody waits for it."""
@@ -345,11 +461,11 @@ class Manager:
             # Also after a refusal: else later evictions would be chosen for a chunk that nobody waits for.
             self.room.reader = None
         try:
-            if self.fetches.source.in_order:
+            if self.source.in_order:
                 # Gathers ahead are on the wire before this one on every rank. One that overtook them here would meet
                 # another one of theirs.
-                self.fetches.await_begun()
-            self.fetches.begin_now(chunk)
+                self.await_begun()
+            self._fill(chunk)
         except BaseException:
             self.room.depopulate(chunk.window, "windows")
             raise
@@ -359,9 +475,41 @@ class Manager:
             chunk.step(UseChange.ARRIVE)
             self._count_arrival(chunk)
 
+    def _fill(self, chunk: Chunk) -> None:
+        """Fill the populated window of a chunk, and let computing wait for it. An error is raised when it is over."""
+        chunk.fetched = self.source.gather(chunk)
+        if chunk.fetched is DONE:
+            return
+        try:
+            self._wait_on_device(chunk)
+        except BaseException:
+            # The error is told by raising it; the chunk would keep it, with all frames of its traceback.
+            _forget_if_over(chunk)
+            raise
+
+    def _wait_on_device(self, chunk: Chunk) -> None:
+        with self._mover.about(*self._what(chunk)):
+            chunk.fetched.wait_on_device()
+
+    def _what(self, chunk: Chunk) -> tuple[str, str, int]:
+        """Cause, name and index of a wait."""
+        index = chunk.spec.index
+        cause = Track.GATHER.value if self.source.in_order else f"fetch from {chunk.weights.tier.value}"
+        return cause, f"wait for chunk {index}", index
+
+    def _end_ahead(self, chunk: Chunk) -> None:
+        _forget_if_over(chunk)
+        self.ahead.pop(chunk.spec.index, None)
+
     def _count_arrival(self, chunk: Chunk) -> None:
         self.num_gathers += 1
         # It came from home just now, behind whatever update there was.
         self._overtaken.pop(chunk.spec.index, None)
         chunk.arrived = self._clock
         chunk.stale = False
+
+
+def _forget_if_over(chunk: Chunk) -> None:
+    """Drop an event that is over: one that failed has its error, whose traceback would keep the model alive."""
+    if chunk.fetched.is_complete():
+        chunk.fetched = DONE

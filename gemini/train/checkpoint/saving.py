@@ -212,7 +212,7 @@ def _load(
         engine.recovery.forget_interrupted()
         # An update that broke off is no matter any more: all it would have written is overwritten.
         engine.updates.forget()
-        engine.store.manager.fetches.drain()
+        engine.store.manager.drain()
     engine.shards.agree_on_folder(Point.LOAD_CHECKPOINT, "load_checkpoint", directory, attempt.refusal)
 
     # Another group than those of training: one rank may wait long for the disk of another.

@@ -332,7 +332,7 @@ class SavedWeights:
         with self._lock:
             is_pinned = chunk.pins > 0  # as nearly always: backward keeps what the call reads that this node is of
             if is_pinned:
-                self._manager.fetches.let_compute_wait(chunk)
+                self._manager.let_compute_wait(chunk)
             else:
                 self._manager.acquire(chunk)
             try:

@@ -83,7 +83,7 @@ def _attach_parts(
     """
     ref, model = weakref.ref(passes), structure.model
     gathered = [_to_gather(visit.params) for visit in structure.visits]
-    keeps = {} if passes.store.manager.fetches.source.in_order else _chunks_to_keep(structure, gathered)
+    keeps = {} if passes.store.manager.source.in_order else _chunks_to_keep(structure, gathered)
     for visit, chunks in zip(structure.visits, gathered, strict=True):
         if visit.is_again:
             continue

@@ -35,7 +35,7 @@ from gemini.errors import GeminiError, RankLost
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, AllOf, Event
-from gemini.memory.movement.fetches import Fetches
+from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.script import Gather, Script
@@ -230,15 +230,15 @@ class ScriptedStep:
 
     Args:
         channel: moves the chunks.
-        fetches: gives gathers ahead of their use to a worker.
+        manager: gives gathers ahead of their use to a worker.
     """
 
-    def __init__(self, script: Script, channel: Channel, fetches: Fetches, lanes: Lanes):
+    def __init__(self, script: Script, channel: Channel, manager: Manager, lanes: Lanes):
         self.script = script
         self.is_parted = False
         """Whether a rank has parted: what was not reduced will not be."""
         self._channel = channel
-        self._fetches = fetches
+        self._manager = manager
         self._launcher, self._landing = lanes
         # The training thread and the fetch worker begin gathers; only one of them takes the next place of the script.
         self._turn = threading.RLock()
@@ -338,7 +338,7 @@ class ScriptedStep:
 
     def before_waiting_for(self, job: Job) -> None:
         """Part before this rank waits for a reduction whose gathers it has not begun: nobody else would begin them."""
-        self._fetches.await_begun()
+        self._manager.await_begun()
         if self._gathered < self.script.gathers_before[self._jobs.index(job)]:
             self.finish()
 
@@ -411,7 +411,7 @@ class ScriptedStep:
         """Wait until nothing of the script is under way any more. True if it came to its end, on all ranks as far as is
         known. Raises RankLost if one of them does not answer.
         """
-        self._fetches.await_begun()
+        self._manager.await_begun()
         is_through = self.next_gather() is None and self.next_reduction is None and not self._leaves
         self.part()
         # Launches first: what a lost rank left behind ends there, and the sums behind it with it.

@@ -201,7 +201,7 @@ class Shards(Company):
         if any(other.point is not Point.BEGIN_STEP or other.detail != script.checksum for other in heard):
             return
         self.num_scripted += 1
-        self.step = ScriptedStep(script, self.channel, self._manager.fetches, self._lanes)
+        self.step = ScriptedStep(script, self.channel, self._manager, self._lanes)
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """List what the script gathers next, (moment, chunk); nothing where ranks ask each other."""
