@@ -26,8 +26,8 @@ import gemini
 from benchmarks._report import table
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.optim import LionRule, PlainSGDRule, SGDRule
-from gemini.planning.break_even import played_break_even
 from gemini.planning.hardware import Hardware, machine
+from gemini.planning.sizes import break_even
 from gemini.planning.timeline import Track
 from gemini.planning.token_tiles import tile_words
 from gemini.planning.working import activation_bytes
@@ -122,7 +122,7 @@ def row(case: Case, known: dict[Any, gemini.MemoryTrace]) -> list[Any]:
     timeline = play(made)
     bounds = [f"{track.value} {seconds / timeline.step_seconds:.0%}"
               for track, seconds in sorted(timeline.busy.items(), key=lambda item: -item[1])[:2]]  # fmt: skip
-    free = played_break_even(made, play, timeline, serial=False)
+    free = break_even(made, play, timeline)
     tiles = made.trace.tile_tokens
     return [
         *asked, "" if tiles is None else tile_words(tiles), f"{timeline.step_seconds:,.0f} s",

@@ -20,12 +20,12 @@ from gemini.jobs.planner import RUNNERS_UP, Way, as_options, choose, options_of
 from gemini.jobs.screen import answer, progress
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of
-from gemini.planning.break_even import played_break_even
 from gemini.planning.costs import MeshSizes
 from gemini.planning.hardware import Hardware
 from gemini.planning.parallel import MeshOutcome, least_seconds, play_mesh
 from gemini.planning.plan import Plan
 from gemini.planning.rules import RULES
+from gemini.planning.sizes import break_even
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import Tier
@@ -75,8 +75,7 @@ def _plan_whole(way: Way, status: Status) -> Answer:
             timeline = way.play(made)
         report = describe(way.settings, way.machine, made.trace, made, timeline)
         if timeline is not None:
-            is_serial = way.settings.schedule == "serial"
-            report["step"]["break_even"] = played_break_even(made, way.play, timeline, serial=is_serial)
+            report["step"]["break_even"] = break_even(made, way.play, timeline)
     report["fastest"] = chosen
     if played is not None:
         report["alternatives"] += [

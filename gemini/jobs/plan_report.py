@@ -14,10 +14,10 @@ from gemini.errors import BudgetExceeded, human_bytes
 from gemini.jobs.planner import Machine, problem_of
 from gemini.jobs.screen import fact, human_count, human_rate, in_options, shown_bytes, table
 from gemini.jobs.settings import PlanSettings
-from gemini.planning.break_even import TOLERANCE
 from gemini.planning.parallel import MeshOutcome
 from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM
+from gemini.planning.sizes import TOLERANCE
 from gemini.planning.timeline import Timeline, Track, human_seconds
 from gemini.planning.token_tiles import tile_words
 from gemini.planning.trace import MemoryTrace, Phase

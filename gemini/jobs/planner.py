@@ -25,12 +25,13 @@ from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings, TraceSettings, spelled
 from gemini.jobs.trace import params_of, seq_len_of, take_trace
 from gemini.planning import document
-from gemini.planning.deepening import DEEP, SHALLOW, are_alike, deepened
-from gemini.planning.fastest import least_seconds, resized, step_seconds
+from gemini.planning.costs import MeshSizes
 from gemini.planning.hardware import Hardware, load_hardware
+from gemini.planning.parallel import least_seconds
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
+from gemini.planning.sizes import DEEP, SHALLOW, are_alike, deepened, resized, step_seconds
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
@@ -99,9 +100,7 @@ def machine_of(settings: PlanSettings) -> Machine:
     return Machine(budgets, origins, hardware, compute, settings.gpus, sharing)
 
 
-def problem_of(
-    settings: PlanSettings, machine: Machine, trace: MemoryTrace, where: str | None = None, **more: Any
-) -> Problem:
+def problem_of(settings: PlanSettings, machine: Machine, trace: MemoryTrace, where: str | None = None) -> Problem:
     """What is placed; ``where``: the inputs of checkpointed blocks wait."""
     return pose_problem(
         trace,
@@ -112,7 +111,6 @@ def problem_of(
         offload_activations=where,
         ranks=machine.ranks,
         rule=settings.rule_in(trace.precision),
-        **more,
     )
 
 
@@ -194,22 +192,14 @@ class Way:
         return self.changed(tile_tokens=None).trace() if self.may_tile else self.trace()
 
     def least(self) -> float:
-        """What the step takes at least: seconds, or micro-batches where no speeds are known."""
-        settings, hardware, trace = self.settings, self.machine.hardware, self.plain()
-        if hardware is None:
-            return float(settings.accumulate)
-        where = settings.offload_activations
-        # With tiles, or wherever inputs of checkpointed blocks come to be, activations take less than is known here.
-        # So does staging in a plan without overlap, which is made where it does not fit with.
-        more: dict[str, Any] = {"overlap": False} | ({"activations": 0} if where == "auto" or self.may_tile else {})
-        return least_seconds(
-            trace,
-            problem_of(settings, self.machine, trace, None if where in ("auto", "no") else where, **more),
-            hardware,
-            accumulate=settings.accumulate,
-            schedule=settings.schedule,
-            local_ranks=self.machine.sharing,
-        )
+        """What the step takes at least, computing alone: seconds, or micro-batches where no speeds are known. Tiles
+        compute more than that.
+        """
+        machine, micro_batches = self.machine, self.settings.accumulate
+        if machine.hardware is None:
+            return float(micro_batches)
+        sizes = MeshSizes(dp=machine.ranks)
+        return least_seconds(self.plain(), machine.hardware, sizes, micro_batches, per_machine=machine.sharing)
 
 
 class Traces:

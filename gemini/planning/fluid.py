@@ -11,9 +11,10 @@ floats in one fixed order: the same tasks give the same times, bit for bit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from operator import truediv
+from typing import NamedTuple
 
 _EPSILON = 1e-9
 """Shares and fractions of a task below this are rounding."""
@@ -23,8 +24,7 @@ NOTHING = -1
 """In place of a task: nothing held this one up, or nothing ran there yet."""
 
 
-@dataclass(frozen=True)
-class TaskTimes:
+class TaskTimes(NamedTuple):
     """When each task ran, by number: seconds; and the task whose end let it start, or ``NOTHING``."""
 
     start: list[float]
@@ -32,27 +32,46 @@ class TaskTimes:
     released_by: list[int]
 
 
+class _Task(NamedTuple):
+    queue: int
+    length: float
+    urgency: float
+    loads: tuple[tuple[int, float], ...]
+    takes: int
+    gives: int
+
+
 class Fluid:
-    """Tasks are added in an order in which every one comes after those it waits for; :meth:`run` plays them all."""
+    """Tasks are added in an order in which every one comes after those it waits for; :meth:`run` plays them all, once.
+
+    ``buffer``: bytes that tasks may have taken at once.
+    """
 
     def __init__(self, resources: Iterable[str]):
+        self.buffer = 0
         self._resources = {name: number for number, name in enumerate(resources)}
-        self.queues: dict[str, int] = {}
-        self.queue: list[int] = []
-        self.length: list[float] = []
-        self.after: list[tuple[int, ...]] = []
-        self.urgency: list[float] = []
-        self._profile: list[int] = []
-        # By identity of the loads: many tasks have few.
-        self._profile_of: dict[int, tuple[Mapping[str, float] | None, int]] = {}
-        self._profiles: dict[tuple[tuple[int, float], ...], int] = {}
-        self.takes: list[int] = []
-        self.gives: list[int] = []
-        self.buffer = 0  # bytes that tasks may have taken at once
-        self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self._speeds = cache(fair_speeds)
+        # By task; also those that it still waits for, counted, and those that wait for it.
+        self._tasks: list[_Task] = []
+        self._times = TaskTimes([], [], [])
+        self._missing: list[int] = []
+        self._followers: list[list[int]] = []
+        # By queue: a heap of its ready tasks, whether one of them runs, and the last one that did.
+        self._queues: dict[str, int] = {}
+        self._ready: list[list[tuple[float, int]]] = []
+        self._busy: list[bool] = []
+        self._last: list[int] = []
+        # Queues that may begin a task: one has ended there, or become ready; and tasks that are ready and need more of
+        # the buffer than is left.
+        self._changed: set[int] = set()
+        self._parked: list[int] = []
+        # The tasks that run, and the seconds at full speed that each has left.
+        self._active: list[int] = []
+        self._left: list[float] = []
+        self._now = 0.0
 
     def __len__(self) -> int:
-        return len(self.length)
+        return len(self._tasks)
 
     def add(
         self,
@@ -76,101 +95,63 @@ class Fluid:
             takes: bytes of the buffer that it needs to start; another task gives them back.
             gives: bytes that it gives back at its end.
         """
-        number = len(self.length)
-        after = tuple(after)
-        assert length >= 0 and max(after, default=NOTHING) < number, (queue, length, after)
-        profile = self._profile_of.get(id(loads))
-        if profile is None or profile[0] is not loads:
-            shares = ((self._resources[name], load) for name, load in (loads or {}).items() if load > 0)
-            sizes = tuple(sorted(shares))
-            assert all(share <= 1 + _EPSILON for _, share in sizes), (queue, loads)
-            profile = self._profile_of[id(loads)] = (loads, self._profiles.setdefault(sizes, len(self._profiles)))
-        self.queue.append(self.queues.setdefault(queue, len(self.queues)))
-        self.length.append(length)
-        self.after.append(after)
-        self.urgency.append(urgency)
-        self._profile.append(profile[1])
-        self.takes.append(takes)
-        self.gives.append(gives)
+        number, before = len(self._tasks), set(after)
+        assert length >= 0 and max(before, default=NOTHING) < number, (queue, length, before)
+        shares = sorted((self._resources[name], load) for name, load in (loads or {}).items() if load > 0)
+        assert all(share <= 1 + _EPSILON for _, share in shares), (queue, loads)
+        if queue not in self._queues:
+            self._queues[queue] = len(self._queues)
+            self._ready.append([])
+            self._busy.append(False)
+            self._last.append(NOTHING)
+        self._tasks.append(_Task(self._queues[queue], length, urgency, tuple(shares), takes, gives))
+        self._missing.append(len(before))
+        self._followers.append([])
+        for other in before:
+            self._followers[other].append(number)
+        self._times.start.append(0.0)
+        self._times.stop.append(0.0)
+        self._times.released_by.append(NOTHING)
         return number
 
     def run(self) -> TaskTimes:
         """Play until every task is over."""
-        return _Play(self).run()
-
-    def speeds(self, active: list[int]) -> tuple[float, ...]:
-        """Of each active task: 1 where nothing is short."""
-        key = tuple([self._profile[number] for number in active])
-        found = self._known.get(key)
-        if found is None:
-            by_number = list(self._profiles)
-            found = self._known[key] = fair_speeds([by_number[profile] for profile in key])
-        return found
-
-
-class _Play:
-    """One play of all tasks: which run, which are ready and wait for their queue, and what time it is."""
-
-    def __init__(self, tasks: Fluid):
-        count = len(tasks)
-        self._tasks = tasks
-        self._times = TaskTimes([0.0] * count, [0.0] * count, [NOTHING] * count)
-        self._now = 0.0
-        self._num_over = 0
-        # The tasks that each one still waits for, counted, and those that wait for it.
-        self._missing = [len(set(after)) for after in tasks.after]
-        self._followers: list[list[int]] = [[] for _ in range(count)]
-        for number, after in enumerate(tasks.after):
-            for other in set(after):
-                self._followers[other].append(number)
-        # By queue: a heap of its ready tasks, whether one of them runs, and the last one that did.
-        self._ready: list[list[tuple[float, int]]] = [[] for _ in tasks.queues]
-        self._busy = [False] * len(tasks.queues)
-        self._last = [NOTHING] * len(tasks.queues)
-        # Queues that may begin a task: one has ended there, or become ready.
-        self._changed: set[int] = set()
-        # Bytes that are left of the buffer, and tasks that are ready and need more.
-        self._free = tasks.buffer
-        self._parked: list[int] = []
-        # The tasks that run, and the seconds at full speed that each has left.
-        self._active: list[int] = []
-        self._left: list[float] = []
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._make_ready(number)
-
-    def run(self) -> TaskTimes:
-        while self._num_over < len(self._tasks):
-            self._begin_ready()
+        self._begin_ready()
+        while self._active:
             self._advance()
+            self._begin_ready()
+        assert not self._parked and not any(self._missing), (
+            "tasks wait for each other, or for more than the whole buffer"
+        )
         return self._times
 
     def _make_ready(self, number: int) -> None:
-        queue = self._tasks.queue[number]
-        heapq.heappush(self._ready[queue], (self._tasks.urgency[number], number))
-        self._changed.add(queue)
+        task = self._tasks[number]
+        heapq.heappush(self._ready[task.queue], (task.urgency, number))
+        self._changed.add(task.queue)
 
     def _begin_ready(self) -> None:
         """Begin what can: of each idle queue the most urgent task that the buffer has room for."""
-        takes = self._tasks.takes
         # In the order of queues: those that come first get the buffer.
         for queue in sorted(self._changed):
             heap = self._ready[queue]
             while heap and not self._busy[queue]:
                 number = heapq.heappop(heap)[1]
-                if takes[number] > self._free:
+                if self._tasks[number].takes > self.buffer:
                     self._parked.append(number)
                 else:
                     self._begin(queue, number)
         self._changed.clear()
-        assert self._active, "tasks wait for each other, or for more than the whole buffer"
 
     def _begin(self, queue: int, number: int) -> None:
-        self._free -= self._tasks.takes[number]
+        self.buffer -= self._tasks[number].takes
         self._busy[queue] = True
         self._times.start[number] = self._now
         self._active.append(number)
-        self._left.append(self._tasks.length[number])
+        self._left.append(self._tasks[number].length)
         # Held up by its queue, if that was at work for longer than what made the task ready.
         before, released_by, stop = self._last[queue], self._times.released_by, self._times.stop
         if before != NOTHING and (released_by[number] == NOTHING or stop[before] > stop[released_by[number]]):
@@ -178,40 +159,34 @@ class _Play:
 
     def _advance(self) -> None:
         """Let time pass until the first of the running tasks is over."""
-        running, left = self._active, self._left
-        speeds = self._tasks.speeds(running)
+        running, left, tasks = self._active, self._left, self._tasks
+        speeds = self._speeds(tuple([tasks[number].loads for number in running]))
         ahead = min(map(truediv, left, speeds))
         self._now += ahead
-        length = self._tasks.length
-        active: list[int] = []
-        self._active = active
-        self._left = []
+        self._active, self._left = [], []
         for number, seconds, speed in zip(running, left, speeds, strict=True):
             rest = seconds - ahead * speed
-            if rest > _EPSILON * length[number]:
-                active.append(number)
+            if rest > _EPSILON * tasks[number].length:
+                self._active.append(number)
                 self._left.append(rest)
             else:
                 self._end(number)
 
     def _end(self, number: int) -> None:
         """Note that a task is over, and what it has held up."""
-        queue = self._tasks.queue[number]
+        queue, given_back = self._tasks[number].queue, self._tasks[number].gives
         self._times.stop[number] = self._now
-        self._num_over += 1
         self._busy[queue] = False
         self._last[queue] = number
         self._changed.add(queue)
-        given_back = self._tasks.gives[number]
         if given_back:
-            self._free += given_back
+            self.buffer += given_back
             for other in self._parked:
                 self._release(other, number)
             self._parked.clear()
-        missing = self._missing
         for other in self._followers[number]:
-            missing[other] -= 1
-            if not missing[other]:
+            self._missing[other] -= 1
+            if not self._missing[other]:
                 self._release(other, number)
 
     def _release(self, number: int, by: int) -> None:
@@ -219,7 +194,7 @@ class _Play:
         self._make_ready(number)
 
 
-def fair_speeds(loads: list[tuple[tuple[int, float], ...]]) -> tuple[float, ...]:
+def fair_speeds(loads: Sequence[tuple[tuple[int, float], ...]]) -> tuple[float, ...]:
     """Progressive filling: all speeds grow from 0 together, each until it is 1 or one of its resources is used up.
 
     ``loads``: per task, (resource, share of it used at speed 1).

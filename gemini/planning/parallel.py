@@ -299,8 +299,8 @@ def _costs(trace: MemoryTrace, hardware: Hardware, grid: Grid) -> Costs:
 def least_seconds(
     trace: MemoryTrace, hardware: Hardware, sizes: MeshSizes, micro_batches: int, *, per_machine: int
 ) -> float:
-    """What a step on a GPU takes at least: what computing and the exchanges inside of it take, stages alike, and the
-    bubble of the order with the smaller one.
+    """What a step takes at least: what computing and the exchanges inside of it take, stages alike, and the bubble of
+    the order with the smaller one.
     """
     grid, one = Grid(sizes, per_machine), 0.0
     costs = _costs(trace, hardware, grid)

@@ -23,9 +23,8 @@ from gemini.jobs import planner
 from gemini.jobs.planner import Traces, Way, choose
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.train_options import Parser, options_of, precision_of
-from gemini.planning.deepening import DEEP, SHALLOW, deepened
-from gemini.planning.fastest import resized
 from gemini.planning.hardware import load_hardware
+from gemini.planning.sizes import DEEP, SHALLOW, deepened, resized
 from gemini.planning.trace import MemoryTrace
 from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 

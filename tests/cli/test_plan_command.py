@@ -16,8 +16,8 @@ from transformers import GPT2Config
 import gemini
 from gemini.errors import human_bytes
 from gemini.jobs.plan_report import VERSION
-from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.hardware import load_hardware
+from gemini.planning.sizes import TOLERANCE, with_work
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
 from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused

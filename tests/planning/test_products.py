@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from gemini.planning.break_even import with_work
 from gemini.planning.costs import Costs, Efficiency, occupied
 from gemini.planning.hardware import machine as named
 from gemini.planning.parallel import breadth_first
+from gemini.planning.sizes import with_work
 from gemini.planning.trace import AttentionWork, MemoryTrace, Moment, Phase, Product, times
 from gemini.tiers import Tier
 from tests.planning.stacks import machine, stack_plan, stack_trace

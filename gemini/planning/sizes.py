@@ -1,0 +1,307 @@
+"""A step in another size than it was traced or planned in: with more micro-batches, more work, more sequences, more
+layers. ``gemini plan`` looks at so many steps that tracing each whole would take minutes.
+
+All bytes and all work of a moment are a part that is there once and a part that comes again with every sequence, or
+with every layer where layers are alike: so a step of many comes from two of few.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from itertools import groupby
+from typing import Any, TypeVar
+
+from gemini.planning.plan import Plan
+from gemini.planning.timeline import Timeline, Track
+from gemini.planning.token_tiles import as_tiles, tile_sizes
+from gemini.planning.trace import MemoryTrace, Moment, Product, TracedParam, times
+
+# ---- more micro-batches ----------------------------------------------------------------------------------------------
+
+FEW, MANY = 2, 4
+"""Micro-batches of a step that is played in the place of one with more than ``MANY``: each further one takes as long as
+the mean of those between the two.
+"""
+
+
+def step_seconds(plan: Plan, play: Callable[[Plan], Timeline]) -> float:
+    """How long a step takes as it is played; with more than ``MANY`` micro-batches as that goes on."""
+    if plan.accumulate <= MANY:
+        return play(plan).step_seconds
+    few, many = (play(replace(plan, accumulate=number)).step_seconds for number in (FEW, MANY))
+    return many + (plan.accumulate - MANY) * (many - few) / (MANY - FEW)
+
+
+# ---- more work: from where on offload is free --------------------------------------------------------------------
+
+TOLERANCE = 0.05
+"""The part of computing alone by which a step may be longer and its offload still be called free."""
+
+
+def with_work(plan: Plan, scale: float) -> Plan:
+    """The plan of a step with ``scale`` times the tokens in each micro-batch, as far as its time goes.
+
+    Its memory is left as it is, so that the same plan can be played.
+    """
+    moments = tuple(times(moment, scale) for moment in plan.trace.moments)
+    return replace(plan, trace=replace(plan.trace, moments=moments, tokens=round(plan.trace.tokens * scale)))
+
+
+def break_even(plan: Plan, play: Callable[[Plan], Timeline], timeline: Timeline, *, plays: int = 8) -> int | None:
+    """The fewest tokens per step from which on it takes at most ``1 + TOLERANCE`` times what computing alone does, with
+    a larger micro-batch: found by playing the plan with more work in it, to half a percent of a step.
+
+    Args:
+        play: predicts a step of a plan.
+        timeline: ``play(plan)``.
+        plays: how often to play at most.
+
+    Returns:
+        The tokens that there are where offload is free as it is; None if no number that was tried is enough.
+    """
+    if not timeline.tokens or Track.COMPUTE not in timeline.busy:
+        return None
+    # Scales between which the answer is, each with by how many seconds a step is longer there than it may be.
+    costs, free = (1.0, 0.0), (math.inf, 0.0)
+    was_free, scale = False, 1.0
+    for number in range(plays + 1):
+        played = play(with_work(plan, scale)) if number else timeline
+        compute = played.busy[Track.COMPUTE]
+        over = played.step_seconds - (1 + TOLERANCE) * compute
+        if over <= 0:
+            free = scale, over
+            if scale == 1.0 or -over <= 0.005 * compute:
+                break
+        else:
+            costs = scale, over
+        longer = played.step_seconds / compute
+        if free[0] == math.inf:
+            # At first as if the longest track hid all others, then as if nothing hid what computing does not.
+            more = 1.02 * (longer - 1) / TOLERANCE if number else longer / (1 + TOLERANCE)
+            scale *= min(max(more, 1.25), 64.0)
+        elif was_free and over <= 0:
+            scale = math.sqrt(costs[0] * free[0])  # a line did not come to the other side: something jumps between
+        else:
+            # A straight line, and a little to the side on which it is free.
+            scale = costs[0] + (free[0] - costs[0]) * costs[1] / (costs[1] - free[1])
+            scale = min(1.01 * scale, (scale + free[0]) / 2)
+        was_free = over <= 0
+    return None if free[0] == math.inf else math.ceil(free[0] * timeline.tokens)
+
+
+# ---- more sequences --------------------------------------------------------------------------------------------------
+
+NUMBERS = [f.name for f in fields(Moment) if f.type == "int"]
+
+
+def resized(one: Any, two: Any, number: int) -> Any:
+    """The trace of a step of ``number`` times the sequences of ``one``, where ``two`` is of two times as many.
+
+    Raises:
+        ValueError: if they are not alike: something is there in one of them only, or is no number and differs.
+    """
+    if type(one) is not type(two):
+        raise ValueError(f"{one!r} and {two!r} are not of two sizes of one step")
+    if one == two:
+        return one
+    if isinstance(one, (int, float)) and not isinstance(one, bool):
+        return one + (two - one) * (number - 1)
+    if isinstance(one, MemoryTrace) and isinstance(one.tile_tokens, str):
+        first, second = (tile_sizes(trace.tile_tokens) for trace in (one, two))
+        tiles = as_tiles(resized(first, second, number))
+        return replace(
+            resized(replace(one, tile_tokens=None), replace(two, tile_tokens=None), number), tile_tokens=tiles
+        )
+    if is_dataclass(one):
+        own = {f.name: resized(getattr(one, f.name), getattr(two, f.name), number) for f in fields(one)}
+        if isinstance(one, Moment):
+            # A sum over vocabulary and tokens, in parts of so many elements, takes fewer operations in larger tiles.
+            own["num_ops"] = max(own["num_ops"], two.num_ops)
+            if any(own[name] < 0 for name in NUMBERS):
+                raise ValueError(f"{one.module} has other work with more sequences")
+        return replace(one, **own)  # type: ignore[type-var]
+    if isinstance(one, dict) and one.keys() == two.keys():
+        return {key: resized(value, two[key], number) for key, value in one.items()}
+    if isinstance(one, tuple) and one and isinstance(one[0], Product):
+        return _products(one, two, number)
+    if isinstance(one, tuple) and len(one) == len(two):
+        parts = [resized(*both, number) for both in zip(one, two, strict=True)]
+        return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
+    raise ValueError(f"{one!r} in one step and {two!r} in the other")
+
+
+def _products(one: tuple[Product, ...], two: tuple[Product, ...], number: int) -> tuple[Product, ...]:
+    """Each with the one of twice the sequences that differs from it in one dimension at most. Two that have one shape
+    by chance, with as many tokens as a layer is wide, are one with ``times`` in a trace.
+    """
+    if len(one) != len(two):
+        one, two = (tuple(p._replace(times=1) for p in own for _ in range(int(p.times))) for own in (one, two))
+    made, rest = list[Product](), [*two]
+    for product in one:
+        alike = [
+            p for p in rest if sum(a != b for a, b in zip(product, p, strict=True)) <= 1 and p.flops >= product.flops
+        ]
+        # Most of them double: one that is the same is another one's, if there is one that does.
+        twin = next((p for p in alike if p.flops == 2 * product.flops), alike[0] if alike else None)
+        if twin is None:
+            raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
+        rest.remove(twin)
+        made.append(Product._make(a + (b - a) * (number - 1) for a, b in zip(product, twin, strict=True)))
+    if rest:
+        raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
+    return tuple(sorted(made))
+
+
+# ---- more layers -----------------------------------------------------------------------------------------------------
+
+SHALLOW, DEEP = 3, 5
+"""Layers of the traces that :func:`deepened` reads: a first one, a last one, and one or three between them."""
+
+_LAYER = re.compile(r"((?:[^\W\d]\w*\.)*)(\d+)(?=\.|$)")
+"""The path of a module or param up to its layer: the names before, and the first number."""
+
+
+def _layer_of(name: str) -> int | None:
+    found = _LAYER.match(name)
+    return None if found is None else int(found[2])
+
+
+def _shifted(name: str, by: int) -> str:
+    """The same of the layer ``by`` further on, if it is of one."""
+    return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + by}", name, count=1) if _LAYER.match(name) else name
+
+
+def _renamed(param: TracedParam, by: int) -> TracedParam:
+    return replace(param, names=tuple(_shifted(name, by) for name in param.names))
+
+
+def are_alike(params: Sequence[TracedParam]) -> bool:
+    """Whether there is one row of layers, and all but the first and the last have the same params."""
+    rows = {found[1] for param in params if (found := _LAYER.match(param.name))}
+    runs = [(layer, [*own]) for layer, own in groupby(params, key=lambda param: _layer_of(param.name))]
+    layers = [(layer, own) for layer, own in runs if layer is not None]
+    between = [[_renamed(param, 1 - layer) for param in own] for layer, own in layers[1:-1]]
+    return (
+        len(rows) == 1 and len({layer for layer, _ in layers}) == len(layers) and between == between[:1] * len(between)
+    )
+
+
+def deepened(three: MemoryTrace, five: MemoryTrace, num_layers: int) -> MemoryTrace:
+    """The step of a model of ``num_layers`` layers, from the steps of three and of five of them. That further layers
+    are like these is for the caller to know (:func:`are_alike`).
+
+    Raises:
+        ValueError: if a step is no walk through the layers and back, or differs in more than numbers, or not by as much
+            from layer to layer.
+    """
+    more, tiled = num_layers - DEEP, None
+    if three.tiled is not None and five.tiled is not None:
+        tiled = deepened(three.tiled, five.tiled, num_layers)
+    params = _deep(five.params, lambda param: _layer_of(param.name), _renamed, more)
+    index = {param.name: number for number, param in enumerate(params)}
+
+    def moved(numbers: tuple[int, ...], by: int) -> tuple[int, ...]:
+        names = [_shifted(five.params[number].name, by) for number in numbers]
+        if any(name not in index for name in names):
+            raise ValueError("a moment reads params of a layer that is not there")
+        return tuple(index[name] for name in names)
+
+    def layer_read(numbers: tuple[int, ...]) -> int | None:
+        return max(
+            (layer for number in numbers if (layer := _layer_of(five.params[number].name)) is not None), default=None
+        )
+
+    def moment(base: Moment, less: Moment, by: int, further: Sequence[Moment] = ()) -> Moment:
+        """``base``, as it is ``by`` layers further on; ``less`` is of the step of three, ``further`` one and two on."""
+        if any(
+            (m.phase, m.products, m.attention) != (base.phase, base.products, base.attention) for m in (less, *further)
+        ):
+            raise ValueError(f"{base.module} has other work in another layer")
+        numbers = {}
+        for name in NUMBERS:
+            own, before, *later = (getattr(m, name) for m in (base, less, *further))
+            slope = later[0] - own if later else 0
+            if (own - before) % (DEEP - SHALLOW) or (later and later[1] - later[0] != slope):
+                raise ValueError(f"{name} of {base.module} does not grow evenly with layers")
+            numbers[name] = own + (own - before) // (DEEP - SHALLOW) * more + slope * (by if later else 0)
+        where = {"module": _shifted(base.module, by), "params": moved(base.params, by)}
+        return replace(base, **where, gradients=moved(base.gradients, by), **numbers)  # type: ignore[arg-type]
+
+    shallow, deep = _walk(three, SHALLOW), _walk(five, DEEP)
+    moments: list[Moment] = []
+    for (way, layer), own in deep.items():
+        if layer in (2, 3):
+            continue
+        before = shallow.get((way, layer), [])
+        if layer == 1:
+            alike = [*zip(own, before, deep[way, 2], deep[way, 3], strict=True)]
+            between = range(more + 3)
+            for by in between if way == "there" else reversed(between):
+                moments += [moment(base, less, by, further) for base, less, *further in alike]
+            continue
+        for base, less in zip(own, before, strict=True):
+            # Outside of layers what is read of one is of the first or of the last.
+            is_last = layer == -1 or (layer is None and (layer_read((*base.params, *base.gradients)) or 0) > 1)
+            moments.append(moment(base, less, more if is_last else 0))
+    return replace(
+        five,
+        params=tuple(params),
+        moments=tuple(moments),
+        read_together=tuple(_deep(five.read_together, layer_read, moved, more)),
+        buffer_bytes=five.buffer_bytes + (five.buffer_bytes - three.buffer_bytes) // (DEEP - SHALLOW) * more,
+        tiled=tiled,
+    )
+
+
+T = TypeVar("T")
+
+
+def _deep(
+    of_five: Sequence[T], layer_of: Callable[[T], int | None], moved: Callable[[T, int], T], more: int
+) -> list[T]:
+    """What five layers have in their order, with so many more of the second."""
+    found: list[T] = []
+    for layer, group in groupby(of_five, key=layer_of):
+        own = [*group]
+        if layer == 1:
+            found += [moved(each, by) for by in range(more + 3) for each in own]
+        elif layer not in (2, 3):
+            found += [moved(each, more if layer == 4 else 0) for each in own]
+    return found
+
+
+def _walk(trace: MemoryTrace, num_layers: int) -> dict[tuple[str, int | None], list[Moment]]:
+    """The moments of a step by where they are: before the layers, from the begin of each to that of the next (the last
+    one is -1), between the way there and the way back, after. On the way back a layer may do what the one behind it
+    has left, so it begins where it is first seen.
+
+    Raises:
+        ValueError: if it goes another way.
+    """
+    last, layers = num_layers - 1, [_layer_of(moment.module) for moment in trace.moments]
+    if set(layers) != {None, *range(num_layers)}:
+        raise ValueError(f"a step of {num_layers} layers goes through {set(layers)}")
+    turn = layers.index(None, layers.index(last)) if None in layers[layers.index(last) :] else len(layers)
+    end = len(layers) - next(number for number, layer in enumerate(reversed(layers)) if layer is not None)
+    found: dict[tuple[str, int | None], list[Moment]] = {}
+    place: tuple[str, int | None] = ("before", None)
+    for number, (layer, moment) in enumerate(zip(layers, trace.moments, strict=True)):
+        at = place[1]
+        if number == turn:
+            place = ("between", None)
+        elif number == end:
+            place = ("after", None)
+        elif layer is not None and number < turn:
+            place = ("there", layer)
+        elif layer is not None and (at is None or layer < (at if at != -1 else last)):
+            place = ("back", layer)
+        place = (place[0], -1) if place[1] == last else place
+        found.setdefault(place, []).append(moment)
+    there = [*range(last), -1]
+    walk = [("there", layer) for layer in there] + [("between", None)] + [("back", layer) for layer in there[::-1]]
+    if [place for place in found if place[0] not in ("before", "after")] != walk:
+        raise ValueError(f"a step of {num_layers} layers goes through them in another order: {[*found]}")
+    return found
