@@ -1,19 +1,23 @@
-"""The picture of a step: for each tier what it holds over time, below it what comes and goes, then the tracks.
+"""A step as a file, whose suffix says as what: a picture, a page with the numbers and the picture, or a trace.
 
-One timeline is one column, two stand beside each other with the same scales. Layout is arithmetic in inches, so that
-nothing overlaps at any size. matplotlib is optional and imported when it is used.
+The picture has for each tier what it holds over time, below it what comes and goes, then the tracks. One timeline is
+one column, two stand beside each other with the same scales. Layout is arithmetic in inches, so that nothing overlaps
+at any size. matplotlib is optional and imported when it is used.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import re
+from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from gemini.errors import human_bytes
 from gemini.pictures import series
-from gemini.planning.timeline import Timeline, Track, human_seconds
+from gemini.planning.timeline import Span, Timeline, Track, human_seconds
 from gemini.tiers import Tier
 
 INK, FAINT = "#101114", "#8a8d94"
@@ -26,15 +30,78 @@ _HEAD, _PANEL, _STRIP, _ROW, _GAP, _AXIS = 0.75, 1.55, 0.66, 0.36, 0.42, 0.5
 _ENTRY = 1.45
 
 
+def draw(path: str | Path, timeline: Timeline, other: Timeline | None = None) -> Path:
+    """Draw a step, or two beside each other (predicted and measured, before and after).
+
+    ``.png`` and ``.svg``: memory per tier and tracks; ``.html``: a page with the numbers and the same picture, which
+    needs no network; ``.json`` (``.perfetto.json``): a trace for ui.perfetto.dev.
+
+    Raises:
+        ValueError: for another suffix.
+        ImportError: without matplotlib, saying how to get it; a trace does not need it.
+    """
+    path = Path(path)
+    match path.suffix.lower():
+        case ".png" | ".svg":
+            _write(path, timeline, other)
+        case ".html":
+            path.write_text(page(timeline, other), encoding="utf-8")
+        case ".json":
+            path.write_text(perfetto(timeline, other), encoding="utf-8")
+        case suffix:
+            raise ValueError(
+                f"a picture cannot be drawn as {suffix or 'a file without a suffix'!r} ({path.name}): use .png or .svg "
+                "(a picture), .html (a page) or .json (a trace for ui.perfetto.dev)"
+            )
+    return path
+
+
+def page(timeline: Timeline, other: Timeline | None = None) -> str:
+    """The text of an HTML page with the numbers of a step, or of two, and their picture. It loads nothing.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    svg = picture(timeline, other, suffix="svg").decode()
+    shown = [timeline] if other is None else [timeline, other]
+    return _PAGE.format(
+        title=escape(f"{timeline.title}: {' and '.join(t.source for t in shown)}"),
+        numbers="\n".join(f"<pre>{escape(str(t))}</pre>" for t in shown),
+        picture=svg[svg.index("<svg") :],  # without what stands before it in a file of its own
+    )
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; color: #101114; background: white; margin: 1.5rem; }}
+pre {{ white-space: pre-wrap; }}
+svg {{ display: block; width: 100%; height: auto; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{numbers}
+{picture}
+</body>
+</html>
+"""
+
+
+# ---- the picture ----------------------------------------------------------------------------------------------------
+
+
 def memory_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
     """Memory per tier over a step as PNG or SVG: stacked by holder, with budgets, what comes and goes, and phases.
 
     Raises:
         ImportError: without matplotlib. ValueError: for a path that ends neither in .png nor in .svg.
     """
-    path = Path(path)
-    path.write_bytes(picture(timeline, other, suffix=path.suffix, tracks=False))
-    return path
+    return _write(path, timeline, other, tracks=False)
 
 
 def tracks_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
@@ -43,19 +110,21 @@ def tracks_picture(timeline: Timeline, other: Timeline | None = None, *, path: s
     Raises:
         ImportError: without matplotlib. ValueError: for a path that ends neither in .png nor in .svg.
     """
+    return _write(path, timeline, other, memory=False)
+
+
+def _write(path: str | Path, timeline: Timeline, other: Timeline | None, **parts: bool) -> Path:
     path = Path(path)
-    path.write_bytes(picture(timeline, other, suffix=path.suffix, memory=False))
+    path.write_bytes(picture(timeline, other, suffix=path.suffix, **parts))
     return path
 
 
-def picture(
-    timeline: Timeline, other: Timeline | None = None, *, suffix: str, memory: bool = True, tracks: bool = True
-) -> bytes:
-    """The bytes of a PNG or SVG file; the same ones for the same timelines."""
+def picture(timeline: Timeline, other: Timeline | None = None, *, suffix: str, **parts: bool) -> bytes:
+    """The bytes of a PNG or SVG file; the same ones for the same timelines. ``parts``: as of :func:`board`."""
     suffix = suffix.lower().removeprefix(".")
     if suffix not in ("png", "svg"):
         raise ValueError(f"a picture is a .png or an .svg, not {suffix!r}")
-    figure, out = board([timeline] if other is None else [timeline, other], memory=memory, tracks=tracks), io.BytesIO()
+    figure, out = board([timeline] if other is None else [timeline, other], **parts), io.BytesIO()
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "gemini", "svg.fonttype": "none"}):
@@ -68,7 +137,7 @@ def picture(
 
 
 def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True) -> Any:
-    """Lay out and draw: a figure."""
+    """Lay out and draw: a figure, of memory and of tracks."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
@@ -79,10 +148,10 @@ def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True
     ends = [timeline.step_seconds or 1.0 for timeline in timelines]
     if max(ends) <= 4 * min(ends):  # the same scale, unless one would be a splinter
         ends = [max(ends)] * len(ends)
-    tiers = [tier for tier in Tier if series.holders(timelines, tier)] if memory else []
+    tiers = [tier for tier in Tier if memory and series.holders(timelines, tier)]
     shown = [track for track in Track if tracks and any(s.track is track for t in timelines for s in t.spans)]
     rows = len(tiers) * (_PANEL + _STRIP + _GAP) + len(shown) * _ROW + (0.1 if shown and tiers else 0)
-    legends = _legends(timelines, tiers, shown)
+    legends = _legends(timelines, memory=memory)
     width = len(timelines) * (_LEFT + _WIDTH + _RIGHT)
     per_row = max(3, int((width - _LEFT) / _ENTRY))
     lines = [-(-len(colours) // per_row) for colours in legends.values()]
@@ -245,9 +314,7 @@ def _pile(axes: Any, edges: list[float], layers: list[tuple[str, list[float]]]) 
     for colour, values in layers:
         above = [round(b + v, 4) for b, v in zip(below, values, strict=True)]
         if above != below:
-            low_x, low = series.steps(edges, below)
-            high_x, high = series.steps(edges, above)
-            axes.fill([*low_x, *reversed(high_x)], [*low, *reversed(high)], color=colour, linewidth=0)
+            axes.stairs(above, edges, baseline=below, fill=True, color=colour, linewidth=0)
         below = above
 
 
@@ -261,19 +328,13 @@ def _time(axes: Any, end: float) -> None:
     axes.set_xlabel(f"{unit} since the step began", fontsize=9, color=INK)
 
 
-_STILL = (Track.COMPUTE, Track.UPDATE, Track.GATHER, Track.REDUCE)
-"""Tracks on which nothing crosses a boundary between tiers."""
-
-
-def _legends(timelines: list[Timeline], tiers: list[Tier], tracks: list[Track]) -> dict[str, dict[str, str]]:
+def _legends(timelines: list[Timeline], *, memory: bool) -> dict[str, dict[str, str]]:
     """Colours by what they stand for, by title."""
-    found = {"held by": {name: colour_of(name) for name in series.holders(timelines)}} if tiers else {}
-    done = {series.activity_of(span) for t in timelines for span in t.spans if tracks or span.track not in _STILL}
-    if tracks:
-        done.add("waiting")
-    if done:
-        found["what tracks do"] = {name: colour for name, colour in series.ACTIVITIES.items() if name in done}
-    return found
+    held = {name: colour_of(name) for name in series.holders(timelines)} if memory else {}
+    done = {series.activity_of(span) for timeline in timelines for span in timeline.spans}
+    done |= {"waiting"} if done else set()
+    activities = {name: colour for name, colour in series.ACTIVITIES.items() if name in done}
+    return {title: colours for title, colours in (("held by", held), ("what tracks do", activities)) if colours}
 
 
 def _legend(axes: Any, title: str, colours: dict[str, str], per_row: int) -> None:
@@ -286,3 +347,67 @@ def _legend(axes: Any, title: str, colours: dict[str, str], per_row: int) -> Non
         x, y = number % per_row * _ENTRY, 0.3 + 0.2 * (number // per_row)
         axes.add_patch(Rectangle((x, y - 0.06), 0.14, 0.12, color=colour, linewidth=0))
         axes.text(x + 0.2, y, name, fontsize=8.5, color=INK, va="center")
+
+
+# ---- the trace ----------------------------------------------------------------------------------------------------
+
+
+def perfetto(timeline: Timeline, other: Timeline | None = None) -> str:
+    """The JSON text of one timeline, or of two as two processes."""
+    shown = [timeline] if other is None else [timeline, other]
+    events = [event for pid, each in enumerate(shown, 1) for event in _process(each, pid)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def _process(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
+    def called(kind: str, tid: int, name: str, index: int) -> Iterator[dict[str, Any]]:
+        yield {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}
+
+    yield from called("process", 0, f"{timeline.source}: {timeline.title}", pid)
+    tid = 0
+    for track in Track:
+        for number, spans in enumerate(_rows([span for span in timeline.spans if span.track is track])):
+            tid += 1
+            yield from called("thread", tid, track.value if number == 0 else f"{track.value} ({number + 1})", tid)
+            yield from ({**_event(timeline, span), "pid": pid, "tid": tid} for span in spans)
+    for tier in timeline.budgets:
+        names = series.holders([timeline], tier)
+        last: dict[str, int] | None = None
+        for sample in timeline.samples:
+            held = {holder: sample.held.get(tier, {}).get(holder, 0) for holder in names}
+            if names and held != last:
+                ts = round(sample.seconds * 1e9) / 1e3
+                yield {"ph": "C", "name": f"{tier.value} bytes", "pid": pid, "tid": 0, "ts": ts, "args": held}
+                last = held
+
+
+def _rows(spans: list[Span]) -> list[list[Span]]:
+    """Spans that overlap stand on tracks of their own: a viewer takes what overlaps on one for calls in calls."""
+    tracks: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.stop)):
+        free = (track for track in tracks if _nanoseconds(track[-1])[1] <= _nanoseconds(span)[0])
+        if (track := next(free, None)) is None:
+            tracks.append([span])
+        else:
+            track.append(span)
+    return tracks
+
+
+def _nanoseconds(span: Span) -> tuple[int, int]:
+    return round(span.start * 1e9), round(span.stop * 1e9)
+
+
+def _event(timeline: Timeline, span: Span) -> dict[str, Any]:
+    start, stop = _nanoseconds(span)
+    args: dict[str, Any] = {}
+    if 0 <= span.moment < len(timeline.moments):
+        args["moment"] = f"{span.moment}: {timeline.moments[span.moment]}"
+    if span.chunk >= 0:
+        args["chunk"] = span.chunk
+    if span.num_bytes:
+        args["bytes"] = human_bytes(span.num_bytes)
+        if stop > start:
+            args["speed"] = f"{span.num_bytes / (stop - start):.3g} GB/s"
+    times = {"ts": start / 1e3, "dur": (stop - start) / 1e3}
+    return {"ph": "X", "name": span.name, "cat": series.activity_of(span), **times, "args": args}

@@ -7,7 +7,7 @@ as it is stays as it is.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -107,20 +107,13 @@ def stack(timeline: Timeline, tier: Tier, columns: int = COLUMNS) -> Stack:
     """What is held in ``tier`` over the step; of more samples than columns the fullest of each column."""
     end = timeline.step_seconds
     samples = [sample for sample in timeline.samples if sample.seconds < end or sample is timeline.samples[0]]
+    times = [sample.seconds for sample in samples]
     if len(samples) <= columns:
-        return Stack([*(sample.seconds for sample in samples), end], samples)
+        return Stack([*times, end], samples)
     edges = [end * column / columns for column in range(columns + 1)]
-    chosen: list[Sample] = []
-    current, position = samples[0], 0
-    for column in range(columns):
-        fullest = current
-        while position < len(samples) and samples[position].seconds < edges[column + 1]:
-            current = samples[position]
-            if current.total(tier) > fullest.total(tier) or current.seconds <= edges[column]:
-                fullest = current
-            position += 1
-        chosen.append(fullest)
-    return Stack(edges, chosen)
+    # Of each column those that begin in it, and the one that it begins with.
+    own = (samples[max(bisect_right(times, a) - 1, 0) : bisect_left(times, b)] for a, b in pairwise(edges))
+    return Stack(edges, [max(each, key=lambda sample: sample.total(tier)) for each in own])
 
 
 def holders(timelines: Iterable[Timeline], tier: Tier | None = None) -> list[str]:
@@ -196,16 +189,6 @@ def evictions(timeline: Timeline, tier: Tier) -> list[float]:
     """When gathered weights of a tier were evicted: they are copies, so nothing moves."""
     held = [(sample.seconds, sample.held.get(tier, {}).get("windows", 0)) for sample in timeline.samples]
     return [seconds for (_, before), (seconds, now) in pairwise(held) if now < before]
-
-
-def steps(edges: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The corners of a step function, without those that change nothing."""
-    xs, ys = [edges[0]], [values[0]]
-    for edge, before, value in zip(edges[1:], values, values[1:], strict=False):
-        if value != before:
-            xs += [edge, edge]
-            ys += [before, value]
-    return [*xs, edges[-1]], [*ys, values[-1]]
 
 
 _UNITS = {

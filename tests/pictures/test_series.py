@@ -124,8 +124,3 @@ def test_what_comes_into_a_tier_left_another() -> None:
     assert into_gpu == out_of_cpu and set(into_gpu.shares) == {"fetch weights"}
     assert into_cpu == out_of_nvme and set(into_cpu.shares) == {"update"}
     assert series.evictions(toy(), Tier.GPU) == [toy().samples[2].seconds, toy().samples[5].seconds]
-
-
-def test_a_step_function_keeps_its_corners_only() -> None:
-    assert series.steps([0, 1, 2, 3, 4], [5, 5, 5, 7]) == ([0, 3, 3, 4], [5, 5, 7, 7])
-    assert series.steps([0, 1], [3]) == ([0, 1], [3, 3])
