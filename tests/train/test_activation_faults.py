@@ -39,7 +39,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
             writes = Gate(patches, "write", "gemini-offload")
             model = wrap(tmp_path)
             spill = world_of(model).spill
-            writes.error = [None, spill.failed("write", INPUT, 0, OSError(28, "No space left on device"))]
+            writes.error = [None, spill.failed("write", 0, INPUT, 0, OSError(28, "No space left on device"))]
             if when == "forward":
                 writes.open.set()
                 patches.setattr(activation_flights, "DEPTH", 0)  # waits for the last but one
@@ -83,7 +83,7 @@ def test_a_read_that_fails_ahead_is_tried_again_by_who_needs_it(
     def read(spill: SpillFile, into: torch.Tensor, offset: int) -> None:
         if worker_of_now() == "gemini-restore" or always:
             failed.append(worker_of_now())
-            raise spill.failed("read", into.nbytes, offset, OSError(5, "Input/output error"))
+            raise spill.failed("read", 0, into.nbytes, offset, OSError(5, "Input/output error"))
         real(spill, into, offset)
 
     monkeypatch.setattr(SpillFile, "read", read)

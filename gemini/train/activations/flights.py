@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.interrupts import WHOLE
-from gemini.ledger import WELCOME, Ledger, Turn, Want
+from gemini.ledger import WELCOME, Turn, Want
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.devices.pages import in_pages
 from gemini.memory.movement.mover import Working
@@ -48,7 +48,7 @@ _SAVE, _RESTORE = "offload activations", "fetch activations"
 class Offloaded:
     """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
 
-    __slots__ = "__weakref__ _gone device dtype error num_bytes place restoring saving shape stride".split()
+    __slots__ = "__weakref__ _gone device dtype error flight num_bytes place shape stride".split()
 
     def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
         self._gone, self.place = gone, place
@@ -56,8 +56,7 @@ class Offloaded:
         # As autograd gives it back: dense, in the order of dimensions of the tensor.
         self.stride = torch.empty_like(tensor, device="meta").stride()
         self.num_bytes = in_pages(tensor.nbytes)
-        self.saving: Flight | None = None  # on its way out
-        self.restoring: Flight | None = None  # on its way back
+        self.flight: Flight | None = None  # on its way out, or back
         self.error: BaseException | None = None
         """What kept it from being written."""
 
@@ -66,7 +65,7 @@ class Offloaded:
         # Taken out first: a finalizer after this leaves no second note, which would give the place back twice.
         place, self.place = self.place, None
         if place is not None:
-            self._gone.append(Gone(place, self.num_bytes, self.saving, self.restoring))
+            self._gone.append(Gone(place, self.num_bytes, self.flight))
 
     __del__ = let_go
 
@@ -76,8 +75,7 @@ class Gone(NamedTuple):
 
     place: Any
     num_bytes: int
-    saving: Flight | None
-    restoring: Flight | None
+    flight: Flight | None
 
 
 class Flight(Transfer):
@@ -92,21 +90,6 @@ class Flight(Transfer):
         self.on_device: torch.Tensor | None = None
         """Where the host does not compute: the values there, of the tensor's shape and contiguous. Nobody else may have
         that memory before ``copies`` are over."""
-
-
-class _ForBuffer(Want):
-    """A buffer of its size that nothing travels in, or memory for one."""
-
-    def __init__(self, ledger: Ledger, num_bytes: int, asking: frozenset[Turn], parked: dict[int, list[torch.Tensor]]):
-        super().__init__(ledger, Tier.CPU, num_bytes, IN_FLIGHT, asking)
-        self._parked = parked
-        self.buffer: torch.Tensor | None = None
-
-    def take(self) -> int:
-        # A parked buffer is in the ledger already: no bytes are taken for it.
-        if parked := self._parked.get(self.num_bytes):
-            self.buffer = parked.pop()
-        return 0 if self.buffer is not None else super().take()
 
 
 class Flights:
@@ -126,8 +109,8 @@ class Flights:
         self.restoring: dict[Any, Any] = store.transfers.open[Lane.RESTORE]
         self._parked: dict[int, list[torch.Tensor]] = {}  # buffers by size; in the ledger as if in use
         self._untold: list[BaseException] = []  # errors of saves that nobody has heard of
-        self._order: list[weakref.ref[Offloaded] | None] = []  # in the order of saving; None where backward has been
-        self._at = -1  # place in it that backward has come to
+        self._order: list[weakref.ref[Offloaded]] = []  # in the order of saving, without those that backward has had
+        self._at = 0  # place in it that backward has come to: what it has had last stood before this one
         self._largest = 0  # bytes of the largest tensor so far
         self._is_starved = False
         store.ledger.register(Turn.BUFFERS, self._trim, Tier.CPU)
@@ -201,27 +184,31 @@ class Flights:
                 )
             begin = self._transfers.add if file is None else self._transfers.submit
             begin(flight)
-            offloaded.saving = flight
+            offloaded.flight = flight
 
     def _end_oldest(self) -> None:
         """Wait for the save that was begun first."""
-        if flight := next(iter(self.saving.values()), None):
+        for flight in list(self.saving.values())[:1]:
             self._transfers.wait(flight, "activation", "wait for room to offload activations")
             self.reap()
 
     def reap(self) -> None:
         """Take note of the saves that are over; what went wrong is told by :meth:`check`."""
-        while (flight := next(iter(self.saving.values()), None)) is not None and flight.is_over():
+        for flight in list(self.saving.values()):
+            if not flight.is_over():
+                return
             # Its memory goes back in any case; the error is told to whoever asks for the tensor.
-            error, offloaded = self._end(flight), flight.of()
-            if offloaded is not None:
-                offloaded.saving, offloaded.error = None, None if error is None else _without_traceback(error)
-            if error is not None and not flight.taken_back:
+            error = self._end(flight)
+            if error and (offloaded := flight.of()):
+                offloaded.error = _without_traceback(error)
+            if error and not flight.taken_back:
                 self._untold.append(error)
 
     def _end(self, flight: Flight) -> Exception | None:
         """Take the memory of a flight back when it is over: what went wrong."""
         error = flight.outcome()
+        if offloaded := flight.of():
+            offloaded.flight = None
         # Off the list and freed together: what is off it is freed by nobody else.
         with WHOLE:
             self._transfers.end(flight)
@@ -248,11 +235,11 @@ class Flights:
         """Forget what no graph refers to any more: it will not be asked for."""
         # Tried anew in every forward: the room may be there now.
         self._is_starved = False
-        self._order = [known for known in self._order if known is not None and known() is not None]
+        self._order = [known for known in self._order if known()]
 
     def begin_backward(self) -> None:
         """Begin to read what was saved last."""
-        self._at = len(self._order) - 1
+        self._at = len(self._order)
         with self._mover.about("activation", _RESTORE):
             self.read_ahead()
 
@@ -264,8 +251,8 @@ class Flights:
         wanted: list[Offloaded] = []
         num_bytes = 0
         # From a few behind the place: within a block backward asks in the order of saving.
-        for known in reversed(self._order[: self._at + _TOGETHER + 1]):
-            offloaded = None if known is None else known()
+        for known in reversed(self._order[: self._at + _TOGETHER]):
+            offloaded = known()
             if offloaded is None or offloaded in wanted:
                 continue
             if wanted and num_bytes + offloaded.num_bytes > max(DEPTH, 2 * offloaded.num_bytes):
@@ -276,7 +263,7 @@ class Flights:
         for flight in [flight for flight in self.restoring.values() if flight.of() not in wanted]:
             self.take_back(flight)
         for offloaded in wanted:
-            if offloaded.saving is None and offloaded.restoring is None and not self._begin_restore(offloaded):
+            if offloaded.flight is None and not self._begin_restore(offloaded):
                 return
 
     def _begin_restore(self, offloaded: Offloaded) -> bool:
@@ -316,7 +303,7 @@ class Flights:
                     self._transfers.add(flight)
                 else:
                     self._transfers.submit(flight)
-                offloaded.restoring = flight
+                offloaded.flight = flight
         return True
 
     def take(self, offloaded: Offloaded) -> torch.Tensor | None:
@@ -330,12 +317,12 @@ class Flights:
             raise offloaded.error
         # Also where it is not elsewhere any more: this is the place that backward has come to.
         self._count_use(offloaded)
-        # It has not left: the copy that travels is the value. A copy of that, since it goes on travelling.
-        if offloaded.saving is not None:
-            return self._copy_of(offloaded, offloaded.saving)
-        flight = offloaded.restoring
+        flight = offloaded.flight
         if flight is None:
             return None
+        # It has not left: the copy that travels is the value. A copy of that, since it goes on travelling.
+        if flight.lane is Lane.OFFLOAD:
+            return self._copy_of(offloaded, flight)
         if not flight.is_over():
             self._transfers.hurry(flight)
         error = self._transfers.wait(flight, "activation", "wait for activations")
@@ -357,14 +344,11 @@ class Flights:
 
     def _count_use(self, offloaded: Offloaded) -> None:
         """Move the place to the last time that this was saved, of those that backward has not come to."""
-        for at in range(len(self._order) - 1, -1, -1):
-            known = self._order[at]
-            if known is not None and known() is offloaded:
-                self._order[at], self._at = None, at
-                break
-        # Behind the place: backward does not come there again.
-        while self._order and self._order[-1] is None:
-            self._order.pop()
+        for at in reversed(range(len(self._order))):
+            if self._order[at]() is offloaded:
+                del self._order[at]
+                self._at = at
+                return
 
     def take_back(self, flight: Flight) -> None:
         """Give up a flight that nobody wants: its memory is free afterwards, and nobody writes to its place."""
@@ -375,10 +359,7 @@ class Flights:
             self.reap()
 
     def _end_restore(self, flight: Flight) -> None:
-        """End a flight back, which is over or was taken back."""
-        offloaded = flight.of()
-        if offloaded is not None:
-            offloaded.restoring = None
+        """End a flight back, which is over or was taken back, and may have been ended before."""
         if flight.key in self.restoring:
             self._end(flight)
 
@@ -394,31 +375,30 @@ class Flights:
     def _lend(self, flight: Flight, asking: frozenset[Turn]) -> bool:
         """Give a flight memory, from room that is left over. False if there is none; then it has none."""
         tier, num_bytes = self._computing, flight.num_bytes
-        if self._file is not None:
-            flight.buffer = self._take_buffer(num_bytes, asking)
-            if flight.buffer is None:
+        needs_buffer = self._file is not None
+        # A parked buffer is in the ledger already: no bytes are taken for it.
+        if needs_buffer and not self._parked.get(num_bytes):
+            if not self._ledger.reserve_if_room(Tier.CPU, num_bytes, IN_FLIGHT, asking):
                 return False
+            try:
+                # Not zeroed: the flight overwrites all of it that anybody reads.
+                self._park(self._device.make_host_buffer(num_bytes, zeroed=False))
+            except BaseException:
+                self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
+                raise
+        if needs_buffer:
+            flight.buffer = self._parked[num_bytes].pop()
         if tier is Tier.CPU or self._ledger.reserve_if_room(tier, num_bytes, IN_FLIGHT, asking):
             return True
         # Both or neither: a flight that holds half of its memory would keep others from theirs.
         if flight.buffer is not None:
-            self._parked.setdefault(num_bytes, []).append(flight.buffer)
+            self._park(flight.buffer)
             flight.buffer = None
         return False
 
-    def _take_buffer(self, num_bytes: int, asking: frozenset[Turn]) -> torch.Tensor | None:
-        """A host buffer that is in the ledger, or None."""
-        want = _ForBuffer(self._ledger, num_bytes, asking, self._parked)
-        if not self._ledger.obtain(want):
-            return None
-        if want.buffer is not None:
-            return want.buffer
-        try:
-            # Not zeroed: the flight overwrites all of it that anybody reads.
-            return self._device.make_host_buffer(num_bytes, zeroed=False)
-        except BaseException:
-            self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
-            raise
+    def _park(self, buffer: torch.Tensor) -> None:
+        """Keep a buffer for the next flight of its size: its pages are there already."""
+        self._parked.setdefault(buffer.nbytes, []).append(buffer)
 
     def _free(self, flight: Flight, *, park: bool = False) -> None:
         """Take back the memory of a flight that is over."""
@@ -428,8 +408,7 @@ class Flights:
         if self._computing is not Tier.CPU:
             self._ledger.release(self._computing, flight.num_bytes, IN_FLIGHT)
         if buffer is not None and park:
-            # For the next one of its size: its pages are there already.
-            self._parked.setdefault(buffer.nbytes, []).append(buffer)
+            self._park(buffer)
         elif buffer is not None:
             self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
 
@@ -455,8 +434,6 @@ class Flights:
 
     def relieve(self, want: Want) -> bool:
         """Give back some memory, waiting if need be; False if none of that tier is held."""
-        if want.holder == IN_FLIGHT:  # whose buffer is one that was just parked
-            return self._end_one(saves_first=True)
         return self._ledger.held(want.tier, IN_FLIGHT) > 0 and self._give()
 
     def _give(self) -> bool:
@@ -467,14 +444,13 @@ class Flights:
         self._trim()
         return is_any
 
-    def _end_one(self, *, saves_first: bool = False) -> bool:
-        """End one flight, the one that costs least; False if there is none."""
-        if self.saving and (saves_first or not self.restoring):
-            # A save is nearly over, and nothing has to be moved again for it.
-            self._end_oldest()
-        elif self.restoring:
+    def _end_one(self) -> bool:
+        """End one flight; False if there is none."""
+        if self.restoring:
             # The last one: it is needed latest.
             self.take_back(next(reversed(self.restoring.values())))
+        elif self.saving:
+            self._end_oldest()
         else:
             return False
         return True

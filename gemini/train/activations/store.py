@@ -136,11 +136,10 @@ class ActivationStore:
         """Give back the places of tensors that nothing refers to any more, when nothing moves there."""
         while self.gone:
             # It stays on the list until nothing moves there: after an interrupt this begins with it again.
-            place, num_bytes, *flights = self.gone[0]
-            for flight in flights:
-                if flight is not None:
-                    # Before the place is given away: the drive would write to its next owner.
-                    self.flights.take_back(flight)
+            place, num_bytes, flight = self.gone[0]
+            if flight is not None:
+                # Before the place is given away: the drive would write to its next owner.
+                self.flights.take_back(flight)
             self.gone.popleft()
             self._give_back(place)
             self._ledger.release(self._tier, num_bytes, ACTIVATIONS)
