@@ -36,7 +36,7 @@ _NAMES = {
     "gemini.train.averages": "EMA",
     "gemini.train.checkpoint.saving": "PendingCheckpoint load_checkpoint save_checkpoint",
     "gemini.train.checkpoint.weights": "weights_for",
-    "gemini.train.context.parallel": "sequence_batch",
+    "gemini.train.context": "sequence_batch",
     "gemini.train.ddp": "GeminiDDP",
     "gemini.train.loading.from_config": "from_config",
     "gemini.train.loading.from_pretrained": "from_pretrained",
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from gemini.train.checkpoint.saving import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint
     from gemini.train.checkpoint.weights import weights_for as weights_for
-    from gemini.train.context.parallel import sequence_batch as sequence_batch
+    from gemini.train.context import sequence_batch as sequence_batch
     from gemini.train.ddp import GeminiDDP as GeminiDDP
     from gemini.train.loading.from_config import from_config as from_config
     from gemini.train.loading.from_pretrained import from_pretrained as from_pretrained

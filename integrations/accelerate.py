@@ -22,7 +22,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.patches import replaced
 from gemini.sharing import SharedBudget
-from gemini.train.context.parallel import sequence_batch
+from gemini.train.context import sequence_batch
 from gemini.train.ddp import GeminiDDP
 from gemini.train.modules.changing import BLOCKS_INSTEAD
 from gemini.train.optimizers.grad_scaler import GradScaler

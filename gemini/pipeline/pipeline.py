@@ -30,7 +30,7 @@ from gemini.ranks.agree import Attempt
 from gemini.ranks.group import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire, collectives_of
 from gemini.tracing.ahead import batch_for
-from gemini.train.context.parallel import sequence_batch
+from gemini.train.context import sequence_batch
 from gemini.train.ddp import manage
 from gemini.train.gradients.store import sum_tied
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained

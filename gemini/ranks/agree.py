@@ -79,7 +79,7 @@ class Facts:
 
 
 def value_facts(values: Iterable[tuple[str, torch.Tensor]]) -> Facts:
-    """Checksums of tensors, by what they are called. One after the other: nothing is kept of them."""
+    """Checksums of tensors by name. One after the other: nothing is kept of them."""
     return Facts({f"the values of {name!r}": checksum_text(value) for name, value in values})
 
 
@@ -108,9 +108,7 @@ def plain(value: Any) -> Any:
 
 
 def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The first fact that two ranks differ in, by what :meth:`Facts.told` says, as ``WORDS`` tell it; of a table its
-    first entry.
-    """
+    """The first fact that two ranks differ in, as ``WORDS`` tell it; of a table its first entry."""
     # In the order of the facts: a cause stands before what follows from it.
     for fact in {**first, **other}:
         a, b = first.get(fact, "none"), other.get(fact, "none")
@@ -130,10 +128,8 @@ R = TypeVar("R")
 
 
 class Handshake:
-    """The steps of one piece of work, for error messages called ``doing``.
-
-    Args:
-        group: the ranks, on the CPU; None in one process.
+    """The steps of one piece of work of the ranks of ``group`` (on the CPU; None in one process), for error messages
+    called ``doing``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, doing: str):
@@ -152,42 +148,33 @@ class Handshake:
         """
         if self._group is None:
             return conclude([work()])
+        given = self._told(self._group, work)
+        concluded: list[Any] = self._told(self._group, lambda: conclude(given) if self.rank == 0 else None)
+        return concluded[0]  # type: ignore[no-any-return]
+
+    def _told(self, group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
+        """What ``work`` gives on each rank."""
         # A failure is kept until the others have heard of it: raised here, they would wait for this rank until the
         # timeout.
-        given, failure = _tried(work)
-        # torch wants the global rank of the receiver, also in a group of some ranks.
-        ranks = dist.get_process_group_ranks(self._group)
-        rows: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        given: T | None = None
+        failure: BaseException | None = None
+        try:
+            given = work()
+        except BaseException as e:
+            failure = e
+        rows: list[Any] = [None] * self.size
         with guarded(self._doing):
-            dist.gather_object((given, failure and _as_failure(failure)), rows, dst=ranks[0], group=self._group)
-        concluded: Any = None
-        failed: Any = None
-        if rows is not None:
-            failed = [(rank, *why) for rank, (_, why) in zip(ranks, rows, strict=True) if why is not None]
-            # What fails on the first rank now goes out with the result that the others wait for.
-            if not failed:
-                concluded, failure = _tried(lambda: conclude([given for given, _ in rows]))
-                failed = [(ranks[0], *_as_failure(failure))] if failure is not None else []
-        heard = [concluded, failed]
-        with guarded(self._doing):
-            dist.broadcast_object_list(heard, src=ranks[0], group=self._group)
-        concluded, failed = heard
+            dist.all_gather_object(rows, (given, failure and _as_failure(failure)), group=group)
         # An interrupt is this program's own: the others get an error that names this rank, here it stays what it is.
         if failure is not None and not isinstance(failure, Exception):
             raise failure
+        ranks = dist.get_process_group_ranks(group)
+        failed = [(rank, *why) for rank, (_, why) in zip(ranks, rows, strict=True) if why is not None]
         if failed:
             rank, kind, why = failed[0]
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             raise error_called(kind)(f"{self._doing} failed on rank {rank}{others}: {why}") from failure
-        return concluded  # type: ignore[no-any-return]
-
-
-def _tried(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """What ``work`` gives, or what it raises."""
-    try:
-        return work(), None
-    except BaseException as e:
-        return None, e
+        return [given for given, _ in rows]
 
 
 def error_called(name: str) -> type[GeminiError]:
@@ -222,11 +209,7 @@ WORDS = {
 
 
 class Attempt:
-    """This rank's part of work that all do or none: what it raises inside is kept, for :func:`agree` to tell.
-
-    Args:
-        kept: which errors; others pass.
-    """
+    """This rank's part of work that all do or none: what of ``kept`` it raises is kept, for :func:`agree` to tell."""
 
     def __init__(self, kept: type[BaseException] = Exception):
         self.refusal: BaseException | None = None
@@ -257,7 +240,7 @@ def agree(
     Args:
         facts: what must be alike on all of them; not asked for where a rank is alone or refuses.
         refusal: why this rank will not.
-        swap: how each rank's number reaches all, where they travel in other messages; else on the wire, as ``tag``.
+        swap: how each rank's number reaches all, if not on the wire, as ``tag``.
         words: which of ``WORDS`` say what differs.
 
     Raises:
@@ -272,22 +255,14 @@ def agree(
     # A rank that refuses may be in no state to say its facts.
     found = Facts({}) if facts is None or refusal is not None else facts()
     own = _REFUSES if refusal is not None else 0 if facts is None else found.checksum
-    if swap is None:
-        heard = wire.swap(tag, torch.tensor([own], device="cpu"), doing).view(-1).tolist()
-    else:
-        heard = swap(own)
+    heard = swap(own) if swap else wire.swap(tag, torch.tensor([own], device="cpu"), doing).view(-1).tolist()
     # All ranks hear the same numbers: either all of them tell, or none does.
     if _REFUSES in heard or len(set(heard)) > 1:
         tell(wire, doing, found, refusal, words=words)
 
 
 def tell(
-    wire: Wire,
-    doing: str,
-    facts: Facts,
-    refusal: BaseException | None = None,
-    *,
-    words: str = "values",
+    wire: Wire, doing: str, facts: Facts, refusal: BaseException | None = None, *, words: str = "values"
 ) -> NoReturn:
     """Raise as :func:`agree` does, always: all ranks of ``wire`` come here when they do not agree."""
     said = [facts.told(), None if refusal is None else [type(refusal).__name__, str(refusal)]]
@@ -346,9 +321,7 @@ _REDUCING = (Point.REDUCE, Point.END_BACKWARD, Point.CONTEXT)
 
 
 class Request(NamedTuple):
-    """One rank's wish: a point, which chunk or param it is about, what else the others must know, and how many steps
-    the rank has made, which an error tells.
-    """
+    """One rank's wish: a point, which chunk or param it is about, what else others must know; for errors its steps."""
 
     point: Point
     about: int = 0

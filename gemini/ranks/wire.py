@@ -61,7 +61,7 @@ class Pending:
 
 def lost(rank: int | None, what: str, cause: BaseException) -> GeminiError:
     """The error for a rank that did not answer; None if nobody knows which one."""
-    reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
     if rank is None:
         return RankLost(
             f"{what} failed: {reason}. Another rank died, was stopped, or hangs: its own output says why. Start again "
@@ -85,11 +85,8 @@ def guarded(what: str) -> Iterator[None]:
 
 
 class Wire:
-    """Messages among the ranks of one group of CPU tensors (gloo). ``sent`` counts the bytes this rank sent, by tag.
-
-    Args:
-        group: None for a rank alone, who has nobody to send to.
-        library: the same ranks in a group for CUDA tensors (NCCL); None on the CPU.
+    """Messages among the ranks of one group of CPU tensors (gloo); without one a rank alone, who has nobody to send to.
+    ``library``: the same ranks in a group for CUDA tensors (NCCL). ``sent`` counts the bytes this rank sent, by tag.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, library: dist.ProcessGroup | None = None):
@@ -226,14 +223,13 @@ class Wire:
         scratch: torch.Tensor,
         what: str,
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Sums over ranks of this rank's section, piece by piece: ``(start, stop, fp32 sum)`` within the section.
+        """Sums over ranks of this rank's section, piece by piece: ``(start, stop, fp32 sum)`` within the section. A sum
+        is overwritten by the one after the next.
 
         Args:
             own: this rank's whole contribution, ``size`` sections of ``shard`` elements; None if it has none.
             senders: the ranks that contribute, and the dtype of what they send.
             scratch: uint8, from which the length of a piece follows.
-
-        A sum is overwritten by the one after the next.
         """
         others = [rank for rank in senders if rank != self.rank]
         piece = min(scratch.numel() // (4 * max(2 * self.size, 4)), shard)

@@ -24,7 +24,7 @@ from gemini.ranks.agree import Point
 from gemini.ranks.group import Ranks
 from gemini.sharing import joining
 from gemini.train.checkpoint.saver import pending_in
-from gemini.train.context.parallel import divide_sequences
+from gemini.train.context import divide_sequences
 from gemini.train.engine import Engine, engine_of
 from gemini.train.modules.codes import prepare_layers
 from gemini.train.modules.reading import Structure, is_a, own_buffers

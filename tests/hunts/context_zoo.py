@@ -20,8 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from gemini.train.context.attention import Exchange  # noqa: E402
-from gemini.train.context.parallel import ContextParallel, part_of  # noqa: E402
+from gemini.train.context import (  # noqa: E402
+    ContextParallel,
+    Exchange,  # noqa: E402
+    part_of,
+)
 from tests.hunts.zoo.runner import Untried  # noqa: E402
 from tests.hunts.zoo.whole import Gradients, Limits, compare, gradients, hunt, long, make_parser  # noqa: E402
 

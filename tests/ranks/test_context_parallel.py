@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from gemini.ranks.agree import Point, Request, choose
-from gemini.train.context.parallel import part_of
+from gemini.train.context import part_of
 from tests.ranks.context_cases import FAMILIES, Case, Result, alone, batch, differences, make, step
 from tests.ranks.pool import Pools, failures
 
