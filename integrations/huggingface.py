@@ -9,8 +9,10 @@ model is managed when training, evaluation or prediction begins, so that whateve
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import StorageError
+from gemini.errors import StorageError, warn
 from gemini.optim.elementwise import PlainSGDRule, SGDRule
 from gemini.patches import replaced
 from gemini.ranks.agree import Attempt, Point
@@ -28,6 +30,7 @@ from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
+from gemini.train.modules.changing import BLOCKS_INSTEAD
 from gemini.train.params.handle import original_class
 
 try:
@@ -42,21 +45,99 @@ except ImportError as e:
     ) from e
 
 from .accelerate import GeminiAccelerator
-from .huggingface_args import check_args, check_managed_args, use_one_gpu, with_rule
-from .huggingface_durable import as_checkpoint, commit, committed, store_behind, store_of
 from .huggingface_save import (
     STATES,
+    as_checkpoint,
     check_resumable,
     clean_up,
+    commit,
+    committed,
     load_states,
     newest,
     publish,
     save_states,
     staging_in,
+    store_behind,
+    store_of,
 )
 from .metrics import MetricsCallback
 from .rules import BY_NAME, class_of, owns_managed, rule_of_name, to_hybrid
-from .settings import check_config, config_of, warn_half
+from .settings import check_config, check_precision, config_of, warn_half
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_PEERS = ("deepspeed", "fsdp", "megatron_lm")
+
+
+# ---- arguments that Gemini cannot honour: refused when the Trainer is made, naming what can be done instead ------------
+
+
+def check_args(args: Any) -> None:
+    """Refuse what takes Gemini's own place, or needs what a managed model has not."""
+    for peer in _PEERS:
+        if getattr(args, peer, None) or os.environ.get(f"ACCELERATE_USE_{peer.upper()}", "false").lower() == "true":
+            raise ValueError(
+                f"{peer}= cannot be used with GeminiTrainer, which shards and offloads the model itself: leave it out "
+                "(in `accelerate config` too). GeminiConfig(memory=gemini.MemoryBudget(...)) says what goes where"
+            )
+    if args.torch_compile:
+        raise ValueError(
+            f"torch_compile=True: a managed model cannot be compiled as a whole; leave it out. {BLOCKS_INSTEAD}"
+        )
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in (*OPTIMIZERS, *BY_NAME):
+        raise ValueError(
+            f"optim={optim!r} cannot update a managed model: use one of {', '.join(map(repr, OPTIMIZERS))} (both "
+            "become gemini.HybridAdam: exact fp32 masters and states on whatever tier the budgets say), of "
+            f"{', '.join(map(repr, BY_NAME))}, or GeminiConfig(optimizer=rule) with any rule of gemini.optim"
+        )
+    if args.save_on_each_node and int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        raise ValueError(
+            "save_on_each_node=True: a checkpoint is written by all nodes into one folder; give an output_dir they "
+            "share"
+        )
+
+
+def with_rule(args: Any, config: GeminiConfig | None) -> GeminiConfig | None:
+    """The config of a model that is to be managed, with the rule that ``optim=`` says."""
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in BY_NAME:
+        return config
+    config, (rule, _) = config or GeminiConfig(), rule_of_name(args)
+    if config.optimizer is not None and rule_of(config.optimizer).face == rule:
+        return config
+    if config.optimizer is not None:
+        raise ValueError(
+            f"optim={optim!r} is {rule!r}, and the model is to be managed for {config.optimizer!r}: say one of them"
+        )
+    return replace(config, optimizer=rule)
+
+
+def check_managed_args(args: Any, config: GeminiConfig | None) -> None:
+    """Compare arguments with how the model is, or is to be, managed."""
+    precision = check_precision(args.mixed_precision, config, f"TrainingArguments({args.mixed_precision}=True)")
+    for flag in ("bf16", "fp16"):
+        if getattr(args, f"{flag}_full_eval") and precision != flag:
+            raise ValueError(
+                f"{flag}_full_eval=True, but the model is managed in {precision} and evaluated in it: leave it out, or "
+                f"train in {flag} too"
+            )
+    transient = config is not None and config.gradients == "transient"
+    if transient and (args.max_grad_norm or args.gradient_accumulation_steps > 1):
+        raise ValueError(
+            'GeminiConfig(gradients="transient") updates inside backward, so that gradients can be neither clipped nor '
+            "accumulated: give TrainingArguments(max_grad_norm=0, gradient_accumulation_steps=1), or use "
+            'gradients="retain"'
+        )
+
+
+def use_one_gpu(args: Any) -> None:
+    """Without torchrun the Trainer would put DataParallel around the model where it sees several GPUs."""
+    if args.n_gpu > 1:
+        warn(f"{args.n_gpu} GPUs are there, one is used: `torchrun --nproc-per-node {args.n_gpu}` uses all")
+        args._n_gpu = 1
+
+
+# ---- the mixin -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -32,7 +32,7 @@ import gemini.integrations.trl as ready
 from gemini.errors import BudgetExceeded, counted
 from gemini.integrations.beside import budget_for
 from gemini.integrations.metrics import MetricsCallback
-from gemini.integrations.parallelism import parallel_of
+from gemini.integrations.settings import parallel_of
 from gemini.jobs.data import CountsRows, evaluates, open_data, words_of
 from gemini.jobs.errors import JobError, refusing
 from gemini.jobs.models import ModelSource, byte_tokenizer, find_model, hush, load_tokenizer

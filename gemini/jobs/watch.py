@@ -27,8 +27,14 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from gemini.errors import human_bytes
-from gemini.integrations.huggingface_durable import as_checkpoint, committed, store_behind
-from gemini.integrations.huggingface_save import check_resumable, last_whole, newest
+from gemini.integrations.huggingface_save import (
+    as_checkpoint,
+    check_resumable,
+    committed,
+    last_whole,
+    newest,
+    store_behind,
+)
 from gemini.jobs.errors import JobError, refusing
 from gemini.jobs.team import Team
 from gemini.memory.durable.folder import has_commit

@@ -194,7 +194,7 @@ def test_states_that_were_interrupted_are_refused(tmp_path: Path, monkeypatch: p
     run.train(2, 4)
     checkpoints = tmp_path / "checkpoints"
     with monkeypatch.context() as patch:
-        patch.setattr("gemini.integrations.accelerate_state.save_checkpoint", lambda *_, **__: 1 / 0)
+        patch.setattr("gemini.integrations.accelerate.save_checkpoint", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run.accelerator.save_state()
     assert (checkpoints / "checkpoint_1").is_dir()

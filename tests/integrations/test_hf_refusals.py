@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.integrations import huggingface_args
+from gemini.integrations import huggingface
 from tests.integrations.trainer_cases import arguments, llama, make, train_new
 
 Config = gemini.GeminiConfig
@@ -36,21 +36,21 @@ def test_deepspeed_and_what_accelerate_was_configured_for(tmp_path: Path, monkey
     args = arguments(tmp_path)
     args.deepspeed = {"zero_optimization": {"stage": 3}}
     with pytest.raises(ValueError, match="deepspeed= cannot be used with GeminiTrainer"):
-        huggingface_args.check_args(args)
+        huggingface.check_args(args)
     args.deepspeed = None
-    huggingface_args.check_args(args)
+    huggingface.check_args(args)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="accelerate config"):
-        huggingface_args.check_args(args)
+        huggingface.check_args(args)
 
 
 def test_a_folder_of_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path, save_on_each_node=True)
-    huggingface_args.check_args(args)
+    huggingface.check_args(args)
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ValueError, match="give an output_dir they share"):
-        huggingface_args.check_args(args)
+        huggingface.check_args(args)
 
 
 def test_several_gpus_in_one_process_are_not_data_parallel(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_several_gpus_in_one_process_are_not_data_parallel(tmp_path: Path) -> No
     assert args.n_gpu <= 1
     args._n_gpu = 4
     with pytest.warns(UserWarning, match="torchrun --nproc-per-node 4"):
-        huggingface_args.use_one_gpu(args)
+        huggingface.use_one_gpu(args)
     assert args.n_gpu == 1
 
 
