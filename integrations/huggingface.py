@@ -68,7 +68,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _PEERS = ("deepspeed", "fsdp", "megatron_lm")
 
 
-# ---- arguments that Gemini cannot honour: refused when the Trainer is made, naming what can be done instead ------------
+# ---- arguments that Gemini cannot honour: refused when the Trainer is made, naming what can be done instead ----------
 
 
 def check_args(args: Any) -> None:
