@@ -22,7 +22,7 @@ import torch
 from gemini.memory.durable.slots import SlotFile
 from gemini.memory.nvme import Extent, SpillFile, stripes
 from gemini.train.checkpoint.durable import open_store
-from gemini.train.checkpoint.tensor_file import bytes_of
+from gemini.train.checkpoint.format import bytes_of
 
 SECTOR = 512
 

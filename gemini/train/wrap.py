@@ -23,7 +23,7 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks.agree import Point
 from gemini.ranks.group import Ranks
 from gemini.sharing import joining
-from gemini.train.checkpoint.saver import pending_in
+from gemini.train.checkpoint.write import pending_in
 from gemini.train.context import divide_sequences
 from gemini.train.engine import Engine, engine_of
 from gemini.train.modules.codes import prepare_layers

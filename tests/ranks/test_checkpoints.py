@@ -197,7 +197,7 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
 
     Returns the state at the call, what the checkpoint holds, and how often the training overtook the writing.
     """
-    from gemini.train.checkpoint import tensor_file
+    from gemini.train.checkpoint import format as tensor_file
 
     run = Run(where, folder, gradients=gradients)
     world = world_of(run.model)

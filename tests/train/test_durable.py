@@ -30,7 +30,7 @@ from gemini.memory.durable import folder
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.memory.nvme import Extent
-from gemini.train.checkpoint import saver
+from gemini.train.checkpoint import write as checkpoint_write
 from gemini.train.checkpoint.durable import StoreHome, committed_extra, open_store
 from gemini.train.update import worker as update_worker
 from tests.crash_images import Judge, Log, content
@@ -90,7 +90,7 @@ def test_a_commit_that_is_written_at_once_has_what_updates_in_flight_make(
         return tiles_of(*args, **how)
 
     tiles_of = update_worker.tiles_of
-    monkeypatch.setattr(saver, "_reserve", refuse)
+    monkeypatch.setattr(checkpoint_write, "_reserve", refuse)
     monkeypatch.setattr(update_worker, "tiles_of", slowly)
     model, optimizer = durable("ram", tmp_path)
     train(model, optimizer, range(3))

@@ -21,8 +21,8 @@ from gemini.interrupts import WHOLE, call_with_grad, call_without_grad, without_
 from gemini.memory.movement.mover import Mover
 from gemini.rules import ADAM, Arrays, Segment
 from gemini.train.checkpoint import states
+from gemini.train.checkpoint.format import TensorFile
 from gemini.train.checkpoint.read import Reader
-from gemini.train.checkpoint.tensor_file import TensorFile
 from gemini.train.params import by_name, exposure
 from tests.train.helpers import (
     PLACEMENTS,

@@ -33,12 +33,15 @@ from gemini.memory.movement.mover import tiles
 from gemini.memory.nvme import striped_bytes, stripes
 from gemini.planning.planes import GRADS
 from gemini.ranks.agree import Handshake
-from gemini.train.checkpoint.format import VALUES, Manifest, decode, manifest_of
-from gemini.train.checkpoint.tensor_file import (
+from gemini.train.checkpoint.format import (
     STORED_DTYPES,
+    VALUES,
+    Manifest,
     TensorFile,
     TensorSpec,
     bytes_of,
+    decode,
+    manifest_of,
     opened,
     read_all,
 )
@@ -57,7 +60,7 @@ class StoreHome(CheckpointHome):
     anywhere goes on from this step or from the one before.
 
     It may be made while updates of the step are in flight. Changes of later steps wait for the record (``before_write``
-    of :mod:`gemini.train.checkpoint.saver`), which is there long before their gradients are.
+    of :mod:`gemini.train.checkpoint.write`), which is there long before their gradients are.
 
     Args:
         sources: what this rank keeps of every master and state.

@@ -24,8 +24,7 @@ from gemini.kernels import reference
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
 from gemini.planning.rules import BLOCK, compact, scale_of
-from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam
-from gemini.train.checkpoint.tensor_file import TensorFile
+from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, TensorFile
 from gemini.train.checkpoint.write import PlanePart
 from gemini.train.observers import WriteObservers
 from gemini.train.params.by_name import store_range

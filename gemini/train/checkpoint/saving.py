@@ -28,13 +28,13 @@ from gemini.train.checkpoint.format import (
     FORMAT,
     MANIFEST,
     VERSION,
+    TensorFile,
     check_target,
     encode,
     open_files,
     read_manifest,
 )
 from gemini.train.checkpoint.read import Reader
-from gemini.train.checkpoint.saver import PendingCheckpoint, pending_in, write_now
 from gemini.train.checkpoint.states import (
     ModelPart,
     Rest,
@@ -44,8 +44,15 @@ from gemini.train.checkpoint.states import (
     rng_states,
     scheduler_kind,
 )
-from gemini.train.checkpoint.tensor_file import TensorFile
-from gemini.train.checkpoint.write import CheckpointHome, Draft, FolderHome, sources_of
+from gemini.train.checkpoint.write import (
+    CheckpointHome,
+    Draft,
+    FolderHome,
+    PendingCheckpoint,
+    pending_in,
+    sources_of,
+    write_now,
+)
 from gemini.train.engine import Engine
 from gemini.train.modules.changing import refuse_injected
 from gemini.train.observers import ChangedChunks
