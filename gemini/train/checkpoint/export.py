@@ -37,9 +37,8 @@ from gemini.replacing import atomic_write
 from gemini.rules import UpdateRule, rule_of
 from gemini.train.engine import Engine
 from gemini.train.modules.reading import is_a
-from gemini.train.optimizers.checks import shown_layout_of
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.optimizers.states import read_state
+from gemini.train.optimizers.states import read_state, shown_layout_of
 from gemini.train.params.by_name import owner_of
 from gemini.train.params.handle import ParamHandle, handle_of, params_of
 from gemini.train.params.state_dict import model_state, own_state

@@ -28,9 +28,8 @@ from gemini.train.checkpoint.format import ALL_OF_MODEL, Manifest, SavedParam, d
 from gemini.train.checkpoint.read import check_rule
 from gemini.train.engine import Engine
 from gemini.train.modules.codes import scales_in
-from gemini.train.optimizers.checks import check_decay, loaded_group
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
-from gemini.train.optimizers.states import BEFORE, complete_master
+from gemini.train.optimizers.states import BEFORE, check_decay, complete_master, loaded_group
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, ParamSet, StageParam, handle_of, params_of
 from gemini.train.params.state_dict import beside_params, load_beside_params, undone_on_error

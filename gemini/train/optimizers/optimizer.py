@@ -22,9 +22,8 @@ from gemini.interrupts import WHOLE, call_with_grad, without_grad
 from gemini.ranks.agree import Attempt
 from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.gradients.scaling import scaler_steps
-from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
-from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
+from gemini.train.optimizers.states import RESIDUAL_OF, loaded_group
 from gemini.train.params.by_name import Owner, owner_of
 from gemini.train.params.handle import (
     Leftover,
@@ -348,17 +347,17 @@ class HybridOptimizer(torch.optim.Optimizer):
             for hook in hooks:
                 changed = hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
-            checks.check_states(self.rule, self.param_groups, state_dict)
+            states_of.check_states(self.rule, self.param_groups, state_dict)
             saved = state_dict["param_groups"]
             for number, (group, mine) in enumerate(zip(saved, self.param_groups, strict=True)):
                 self.rule.check_group({**mine, **group}, what := f"group {number} of the loaded state")
                 if self.rule == rules.ADAM:
-                    checks.check_decay(group, mine, what)
+                    states_of.check_decay(group, mine, what)
             keys = chain.from_iterable(group["params"] for group in saved)
             states = [dict(state_dict["state"].get(key, {})) for key in keys]
         # The last look before the first change: ranks with other states go on as they were.
         if owner is not None:
-            checks.agree_on_state(self, owner, state_dict, attempt.refusal)
+            states_of.agree_on_state(self, owner, state_dict, attempt.refusal)
         elif attempt.refusal is not None:
             raise attempt.refusal
         groups = [loaded_group(group, mine) for group, mine in zip(saved, self.param_groups, strict=True)]
