@@ -8,7 +8,7 @@ not twice for each micro-batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -21,11 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.pipeline.course import Course, course_of
+from gemini.pipeline.course import course_of
 from gemini.pipeline.micro_batches import breadth_first
 from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
-from gemini.planning.parallel import Blocks, balanced
-from gemini.planning.trace import MemoryTrace
+from gemini.planning.parallel import balanced
 from gemini.ranks.agree import Attempt
 from gemini.ranks.group import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire, collectives_of
@@ -60,9 +59,7 @@ class Pipeline:
             rank keeps its own stages and drops the rest. Its forward must take ``labels`` and return the mean loss of a
             micro-batch, as ``.loss`` or alone. With :meth:`from_pretrained` no rank ever holds more than its own
             stages.
-        config: the settings of :class:`gemini.GeminiDDP`. If it has a measured ``trace`` of the whole model
-            (:class:`gemini.MemoryTracer`), the stages are balanced by its seconds, else by floating point operations.
-            With several ranks the trace is used for nothing else.
+        config: the settings of :class:`gemini.GeminiDDP`. With several ranks its ``trace`` is not used.
         mesh: a ``DeviceMesh`` with a dimension named ``pp``, and any others. None for one process.
         micro_batches: the number of equal parts into which each batch is divided.
         schedule: "1f1b" or "gpipe" with one stage per rank; "interleaved" or "bfs" (breadth first) with several. In one
@@ -123,7 +120,12 @@ class Pipeline:
                 "divides them among ranks: GeminiDDP(model, config)"
             )
         if example is None:
-            example = _example_for(model)
+            if not hasattr(getattr(model, "config", None), "get_text_config"):
+                raise ValueError(
+                    f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= "
+                    "batch, to see how a forward runs through the model"
+                )
+            example = batch_for(model.config, 1, 16, model_class=type(model))
         course = course_of(model, example)
         course.twin.to(COMPUTE_DTYPES[config.precision])
         number = len(course.blocks)
@@ -133,7 +135,11 @@ class Pipeline:
                 f"{each * size} stages ({each} on each of {size} ranks) of {type(model).__name__}, which has {number} "
                 "blocks: give stages= a smaller number, or a mesh with a smaller pp"
             )
-        ranges = _of_first(balanced(_weights(course, config.trace, model), each * size), mesh)
+        # Those of the mesh's first rank: an example may have another length on each.
+        said = [balanced(course.flops, each * size)]
+        for dim in range(0 if mesh is None else mesh.ndim):
+            dist.broadcast_object_list(said, group=cast(DeviceMesh, mesh).get_group(dim), group_src=0)
+        (ranges,) = said
         if size > 1:
             config = replace(config, trace=None)  # it is of the whole model
         rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
@@ -250,7 +256,11 @@ class Pipeline:
         if self._size > 1:
             loss = self._over_ranks(parts)
         else:
-            loss = breadth_first(self.model, self._stages, parts, self._share_of_output, self._in_backward).sum()
+
+            def own_loss(output: Any, _: int) -> torch.Tensor:
+                return self._stages[-1].loss_of(output) / self._micro_batches
+
+            loss = breadth_first(self.model, self._stages, parts, own_loss, self._in_backward).sum()
         if ranks.context.size == 1:
             return loss
         of_parts = ranks.context.swap(Tag.VALUES, loss.float().cpu(), "the loss of the parts of sequences")
@@ -262,9 +272,6 @@ class Pipeline:
         if self._no_sync and self._backwards_left:
             return self.model.no_sync()  # type: ignore[no-any-return]
         return nullcontext()
-
-    def _share_of_output(self, output: Any, number: int) -> torch.Tensor:
-        return self._stages[-1].loss_of(output) / self._micro_batches
 
     # ---- over ranks ---------------------------------------------------------------------------------------------
 
@@ -335,39 +342,14 @@ class Pipeline:
             "interleaved": pipelining.ScheduleInterleaved1F1B,
             "bfs": pipelining.ScheduleLoopedBFS,
         }
-        single = self._schedule in _ONE_STAGE
         runner = kinds[self._schedule](
-            made[0] if single else made,
+            made[0] if self._schedule in _ONE_STAGE else made,
             self._micro_batches,
             loss_fn=lambda loss, _: loss / self._micro_batches,
             scale_grads=False,
         )
         self._runner = shape, runner
         return runner
-
-
-def _weights(course: Course, trace: MemoryTrace | None, model: nn.Module) -> Sequence[float]:
-    """Count what each block takes, and at last what comes after them."""
-    if trace is None or trace.seconds is None:
-        return course.flops
-    blocks = Blocks(trace)
-    if blocks.number != len(course.blocks) or any(
-        blocks.of(name) != number for number, name in enumerate(course.blocks)
-    ):
-        raise ValueError(
-            f"the trace in GeminiConfig(trace=) is of {trace.model} with {blocks.number} blocks, and this "
-            f"{type(model).__name__} has {len(course.blocks)}: trace the model that is to be in stages"
-        )
-    return blocks.weights([moment.seconds or 0.0 for moment in trace.moments])
-
-
-def _of_first(ranges: list[tuple[int, int]], mesh: DeviceMesh | None) -> list[tuple[int, int]]:
-    """Those of the mesh's first rank: each rank has measured other seconds."""
-    said = [ranges]
-    for number in range(0 if mesh is None else mesh.ndim):
-        assert mesh is not None
-        dist.broadcast_object_list(said, group=mesh.get_group(number), group_src=0)
-    return said[0]
 
 
 def _check(schedule: str, size: int, micro_batches: int, stages: int | None, config: GeminiConfig) -> None:
@@ -408,13 +390,3 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
             'gradients="transient" in a pipeline: gradients of micro-batches are added up before they are used. Use '
             'gradients="accumulate"'
         )
-
-
-def _example_for(model: Any) -> Mapping[str, Any]:
-    config = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        return batch_for(config, 1, 16, model_class=type(model))
-    raise ValueError(
-        f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= batch, to see "
-        "how a forward runs through the model"
-    )
