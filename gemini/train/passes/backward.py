@@ -393,7 +393,7 @@ class Recovery:
         WHOLE.let_go()
         self._forward.abandon()
         # Updates in flight that hold gradients of this backward end before its gradients are thrown away.
-        self._updates.forget_collected()
+        self._updates.collected.clear()
         self._updates.await_held()
         # The backward broke off: what is landing of it is of no use.
         self._gradients.start_over(alone=not self._backward.sink.divides)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,7 +31,9 @@ from gemini.memory.devices.pages import host_bytes
 from gemini.memory.durable.slots import SlotPair
 from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
 from gemini.tiers import Tier
-from gemini.train.update.tiles import ParamUpdate
+
+if TYPE_CHECKING:
+    from gemini.train.update.tiles import ParamUpdate
 
 HOLDER = "guesses"
 _STEPS = 8  # steps that tell whether guessing pays
@@ -44,20 +47,24 @@ class Guess:
     """A guess of one chunk's update, between the thread that trains and the one that updates.
 
     Args:
+        asked: the scalars of its params (:func:`_asked_for`).
         pairs: the slots of what it writes to a durable store.
         planes: what else it writes, by kind.
+        ledger: has the memory of its copies.
+        in_sight: whether modules read the weights in place.
     """
 
     def __init__(
         self,
-        chunk: Chunk,
-        params: Sequence[ParamUpdate],
+        asked: Mapping[int, object],
         pairs: Sequence[SlotPair],
-        planes: dict[PlaneKind, Plane],
+        planes: Mapping[PlaneKind, Plane],
         ledger: Ledger,
+        *,
+        in_sight: bool,
     ):
-        self._asked, self._pairs, self._planes, self._ledger = _asked_for(params), pairs, planes, ledger
-        self._in_sight = chunk.resident
+        self._asked, self._pairs, self._planes, self._ledger = asked, pairs, planes, ledger
+        self._in_sight = in_sight
         self.num_bytes = sum(plane.num_bytes for plane in planes.values())  # of host memory that it holds
         self._lock = threading.Lock()
         self.is_kept = False  # whether it has become an update like others
@@ -76,17 +83,10 @@ class Guess:
         planes = {kind: p for kind, p in chunk.updated if kind not in GRADS and not isinstance(p, DurablePlane)}
         if any(plane.tier is Tier.GPU for plane in planes.values()):
             return None
-        guess = Guess(chunk, params, pairs, planes, ledger)
+        guess = Guess(_asked_for(params), pairs, planes, ledger, in_sight=chunk.resident)
         # Out of what is free: asking would take it from other guesses.
         if guess.num_bytes and not ledger.reserve_if_room(Tier.CPU, guess.num_bytes, HOLDER, NOBODY):
             return None
-        return guess
-
-    @staticmethod
-    def certain(chunk: Chunk, ledger: Ledger) -> Guess:
-        """The guess of an update that the step has asked for: kept from the beginning, with nothing to undo."""
-        guess = Guess(chunk, [], [], {}, ledger)
-        guess.is_kept = True
         return guess
 
     # ---- on the thread that updates -----------------------------------------------------------------------------
@@ -195,7 +195,12 @@ class Guess:
             self._ledger.release(Tier.CPU, num_bytes, HOLDER)
 
 
-def _asked_for(params: Sequence[ParamUpdate]) -> dict[int, object]:
+CERTAIN = Guess({}, [], {}, Ledger({}), in_sight=False)
+"""That of every update which the step has asked for: kept from the beginning, with nothing to undo."""
+CERTAIN.is_kept = True
+
+
+def _asked_for(params: Iterable[ParamUpdate]) -> dict[int, object]:
     """The scalars that are asked for, by param, whatever their order."""
     return {id(param.handle): param.scalars for param in params}
 

@@ -103,7 +103,9 @@ class GradientSink:
         """End a backward: no more gradients will come of it. Those that still land go on beside what comes next."""
         if not stepping_in_backward:
             return
-        self.updates.complete_all()
+        # A copy, since `complete` takes them out. The last chunk first, as backward has come to them.
+        for index in sorted(self.updates.collected, reverse=True):
+            self.updates.complete(self.store.chunks[index])
         if self.state.takes_gradients:
             # Chunks of which some param had no gradient were never complete. In backward order, as the others were.
             for chunk in reversed(self.store.chunks):

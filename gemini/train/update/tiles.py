@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,9 +30,7 @@ from gemini.planning.timeline import Track
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.params.handle import ParamHandle
-
-if TYPE_CHECKING:
-    from gemini.train.update.guess import Guess
+from gemini.train.update.guess import CERTAIN, Guess
 
 _IN_PLACE_TILE = 2**22
 """Elements of a tile where nothing is staged: milliseconds, so that what became more urgent does not wait for long."""
@@ -89,8 +87,7 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
     """How a chunk is updated now. What the placement streams is not if something of it went to the spill file since
     (sums of gradients for which memory had no room).
     """
-    path: Path | None = chunk.prepared.get(Path)
-    if path is None:
+    if Path not in chunk.prepared:
         tiers, on_gpu = {plane.tier for plane in chunk.planes.values()}, mover.device.tier is Tier.GPU
         # A transient gradient of a GPU is not within reach of the host: it passes through staging.
         from_device = on_gpu and GRAD not in chunk.planes
@@ -103,7 +100,7 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
         else:
             path = Path.STAGED
         chunk.prepared[Path] = path
-    return path
+    return chunk.prepared[Path]  # type: ignore[no-any-return]
 
 
 class UpdateSpan(NamedTuple):
@@ -141,7 +138,7 @@ class Tile:
         *,
         stop: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
-        guess: Guess | None = None,
+        guess: Guess = CERTAIN,
     ):
         self.chunk, self.path, self.params = update.chunk, update.path, update.params
         self.staging: StagingSet | None = None  # its own until `finish`; None for the calling thread's
@@ -166,10 +163,9 @@ class Tile:
             if view is None:
                 elsewhere[kind] = plane
                 continue
-            if self._guess is not None and (place := self._guess.place(kind, view)) is not view:
+            place = self._views[kind] = self._guess.place(kind, view)
+            if place is not view:
                 self._beside.append((view, place))
-                view = place
-            self._views[kind] = view
         if elsewhere:
             self._bring(elsewhere)
         if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
@@ -204,7 +200,7 @@ class Tile:
         # What is brought must be there, and the slot must not be written by a copy any more.
         self._wait()
         # Before the kernel overwrites it.
-        if self._guess is not None:
+        if not self._guess.is_kept:
             for kind, view in self._views.items():
                 self._guess.save(kind, self._first, self._last, view)
         self._update()
@@ -214,14 +210,16 @@ class Tile:
             self._mover.begin_store(self._events, parts, self._first, self._last, *self._label)
 
     def _update(self) -> None:
-        """Update. On a device in one call where all gradients are in the grad plane; else in one for each span."""
-        for several in self._together():
-            self._update_spans(several, self._arrays(several))
+        for several, arrays in self._calls():
+            self._update_spans(several, arrays)
 
-    def _together(self) -> list[list[UpdateSpan]]:
-        """The spans, by call."""
+    def _calls(self) -> list[tuple[list[UpdateSpan], rules.Arrays]]:
+        """The spans of each call, and its arrays: on a device one call where all gradients are in the grad plane; else
+        one for each span.
+        """
         at_once = GRAD in self._views and self.path in (Path.ON_DEVICE, Path.STREAMED)
-        return [self._spans] if at_once else [[span] for span in self._spans]
+        calls = [self._spans] if at_once else [[span] for span in self._spans]
+        return [(several, self._arrays(several)) for several in calls]
 
     def _arrays(self, several: list[UpdateSpan]) -> rules.Arrays:
         """The arrays of one call: the part of each view that its spans cover."""
@@ -271,7 +269,6 @@ class Tile:
         self._wait()
         # Behind the wait: the other planes of the tile are home, and a guess that is kept finds all of it.
         for home, new in self._beside:
-            assert self._guess is not None
             self._guess.bring_home(home, new)
 
     def is_finished(self) -> bool:
@@ -296,7 +293,7 @@ class Tile:
 
     def _set(self) -> StagingSet:
         # The set of the thread that runs this, whichever that is.
-        return self._mover.own_staging() if self.staging is None else self.staging
+        return self.staging or self._mover.own_staging()
 
     def _areas(self, planes: Mapping[PlaneKind, Plane]) -> dict[PlaneKind, torch.Tensor]:
         """Staging for planes, which are brought and taken back."""
@@ -319,13 +316,13 @@ class TileInPlace(Tile):
         super().__init__(mover, update, part)
         # Views are looked up here, once; `begin` of a step has nothing to do.
         super().begin()
-        self._calls = [(several, self._arrays(several)) for several in self._together()]
+        self._every_step = self._calls()
 
     def begin(self) -> None:
         """Bring nothing: it is all there."""
 
     def run(self) -> None:
-        for several, arrays in self._calls:
+        for several, arrays in self._every_step:
             self._update_spans(several, arrays)
 
     def finish(self) -> None:
@@ -400,15 +397,13 @@ def tiles_of(
     tile: int,
     stop: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
-    guess: Guess | None = None,
+    guess: Guess = CERTAIN,
 ) -> Iterable[Tile]:
-    """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
-
-    A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop``, ``factor``
-    and ``guess``: see :class:`Tile`.
+    """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged. A device gets
+    all in one launch, which nothing more urgent could overtake. ``stop``, ``factor``, ``guess``: see :class:`Tile`.
     """
     # What was cut before has neither flag nor copies: those make tiles of their own.
-    if update.in_place is not None and stop is None and guess is None:
+    if update.in_place is not None and stop is None and guess.is_kept:
         return update.in_place.of_step(update.params)
     size = {Path.STAGED: tile, Path.ON_DEVICE: update.chunk.spec.numel}.get(update.path, _IN_PLACE_TILE)
     return (Tile(mover, update, part, stop=stop, factor=factor, guess=guess) for part in cut(update, size))
@@ -516,15 +511,13 @@ class StreamedTile(Tile):
                 self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, view.nbytes, copy, *self._label))
 
 
-def streamed_tiles(mover: Mover, update: ChunkUpdate, tile: int, ready: Event) -> Iterator[StreamedTile]:
-    """The tiles of a streamed update, in order."""
-    return (StreamedTile(mover, update, part, ready=ready) for part in cut(update, tile))
-
-
-def streamed_in_turn(mover: Mover, work: ChunkUpdate) -> Iterator[StreamedTile]:
-    """The tiles of a streamed update, through the one slot of the training thread, where there is no update worker."""
-    slot: StagingSet = mover.staging.on_device[0]
-    for tile in streamed_tiles(mover, work, slot.tile, mover.device.mark()):
-        tile.staging = slot
-        # The caller finishes each before it asks for the next: there is one slot.
-        yield tile
+def streamed_tiles(
+    mover: Mover, update: ChunkUpdate, tile: int, ready: Event, slot: StagingSet | None = None
+) -> Iterator[StreamedTile]:
+    """The tiles of a streamed update, in order; through ``slot``, if it is the only one: then each is finished before
+    the next is asked for.
+    """
+    for part in cut(update, tile):
+        found = StreamedTile(mover, update, part, ready=ready)
+        found.staging = slot
+        yield found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple, cast
 
@@ -36,7 +36,7 @@ from gemini.train.observers import WriteObservers
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import ParamHandle, note_writes
 from gemini.train.step import StepState
-from gemini.train.update.guess import Guess, GuessRecord
+from gemini.train.update.guess import CERTAIN, Guess, GuessRecord
 from gemini.train.update.tiles import (
     ChunkUpdate,
     ParamUpdate,
@@ -45,7 +45,7 @@ from gemini.train.update.tiles import (
     TilesInPlace,
     check_finite,
     path_of,
-    streamed_in_turn,
+    streamed_tiles,
     tiles_of,
 )
 from gemini.train.update.worker import UpdateJob, UpdateWorker, update_threads
@@ -82,7 +82,8 @@ class Updates:
         self.pending = cast(dict[int, UpdateJob], store.transfers.open[Lane.UPDATE])
         """Updates that may still be under way, by chunk."""
         self.guesses = GuessRecord()
-        self._collected: dict[int, list[ParamUpdate]] = {}  # by chunk, inside a backward
+        self.collected: dict[int, list[ParamUpdate]] = {}
+        """By chunk, inside a backward: what :meth:`complete` is going to update."""
         self.unseen = DeferredFiniteChecks(state, store.mover, rule, alone=alone)
         self._threads = threads
         self._worker: UpdateWorker | None = None
@@ -175,7 +176,8 @@ class Updates:
         if self._transfers.open[Lane.LANDING]:
             self._transfers.end_of(Lane.LANDING, update.chunk).wait()
         if update.path is Path.STREAMED:
-            self._run_now(update.chunk, streamed_in_turn(self._mover, update))
+            slot = self._mover.staging.on_device[0]
+            self._run_now(update.chunk, streamed_tiles(self._mover, update, slot.tile, self._device.mark(), slot))
         else:
             self._run_now(update.chunk, tiles_of(self._mover, update, self._mover.tile, stop, factor))
 
@@ -230,7 +232,7 @@ class Updates:
             chunk.prepared[key] = in_place
         return update._replace(in_place=in_place)
 
-    def _job(self, update: ChunkUpdate, guess: Guess | None = None) -> UpdateJob:
+    def _job(self, update: ChunkUpdate, guess: Guess = CERTAIN) -> UpdateJob:
         """A job for the worker, to be handed over now."""
         job = UpdateJob(
             update,
@@ -240,7 +242,7 @@ class Updates:
             # Now: everything that the device was given so far made these gradients, and nothing after it did.
             ready=self._device.mark(),
             observers=self._observers,
-            guess=Guess.certain(update.chunk, self._ledger) if guess is None else guess,
+            guess=guess,
         )
         job.landed = self._transfers.end_of(Lane.LANDING, update.chunk)
         return job
@@ -249,14 +251,14 @@ class Updates:
 
     def collect(self, param: ParamUpdate) -> None:
         """Queue the update of one param inside backward; :meth:`complete` of its chunk runs it."""
-        self._collected.setdefault(param.handle.chunk.spec.index, []).append(param)
+        self.collected.setdefault(param.handle.chunk.spec.index, []).append(param)
 
     def complete(self, chunk: Chunk, *, now: bool = False, stop: torch.Tensor | None = None) -> None:
         """Every gradient of the chunk that will come has come: update what was collected; ``now``: before returning.
 
         ``stop``: a flag on the device that stops the update there, if it runs there; for landed gradients.
         """
-        params = self._collected.pop(chunk.spec.index, None)
+        params = self.collected.pop(chunk.spec.index, [])
         if not params:
             return
         if self._observers:
@@ -340,16 +342,6 @@ class Updates:
         whole = (chunk.flat.dtype, chunk.flat.numel()) == (weights.dtype, weights.numel)
         return chunk.flat if spares and whole else None
 
-    def complete_all(self) -> None:
-        """The backward is over: chunks of which some params had no gradient."""
-        # A copy, since `complete` takes them out. The last chunk first, as backward has come to them.
-        for index in sorted(self._collected, reverse=True):
-            self.complete(self._chunks[index])
-
-    def forget_collected(self) -> None:
-        """Forget what was collected in a backward that broke off."""
-        self._collected.clear()
-
     def _hold(self, num_bytes: int) -> bool:
         """Reserve gradients that wait for their update. False if there is no room, also when those before them are
         over: then the update is made at once, and its gradient with it gone.
@@ -388,18 +380,17 @@ class Updates:
 
     def _end_one(self, want: Want) -> bool:
         """Wait for an update whose end gives back memory; False if there is none."""
-        return self._await_first(lambda job: job.held is not None)
+        return self._await_first(job for job in list(self.pending.values()) if job.held is not None)
 
     def _undo_one(self, want: Want) -> bool:
         """Undo a guess that holds host memory, which others need; False if there is none."""
-        return self._await_first(lambda job: job.is_undecided and job.guess.num_bytes > 0)
+        return self._await_first(j for j in list(self.pending.values()) if j.is_undecided and j.guess.num_bytes > 0)
 
-    def _await_first(self, which: Callable[[UpdateJob], bool]) -> bool:
-        """Wait for the first update of which ``which`` is true; False if there is none."""
-        job = next(filter(which, list(self.pending.values())), None)
-        if job is not None:
+    def _await_first(self, jobs: Iterable[UpdateJob]) -> bool:
+        for job in jobs:
             self._await(job)
-        return job is not None
+            return True
+        return False
 
     def forget(self) -> None:
         """Wait for all, whatever became of them: everything is going to be overwritten."""
@@ -412,7 +403,7 @@ class Updates:
             self._manager.end_update(job.chunk)
             job.chunk.update = None
         self.pending.clear()
-        self._collected.clear()
+        self.collected.clear()
         self.unseen.forget()
 
     def note_lost(self, cause: BaseException) -> None:

@@ -250,8 +250,7 @@ class UpdateWorker(JobThread):
         if job.update.path is Path.STREAMED:
             parts = streamed_tiles(self._mover, job.update, self._device_tile, job.ready)
         else:
-            guess = job.guess if job.is_undecided else None
-            parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1), guess=guess)
+            parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1), guess=job.guess)
         for tile in parts:
             # Between two tiles, so that none is left half updated.
             if job.guess.is_dropped:
