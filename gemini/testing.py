@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -21,10 +22,57 @@ import torch
 
 from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.devices.device import Event, HostMemoryDevice, register_device
-from gemini.memory.devices.pages import FramePool, PageWindow, Window
-from gemini.memory.devices.pinned import Arena
+from gemini.memory.devices.pages import PAGE, FramePool, PageWindow, Window, in_pages
 from gemini.patches import register
 from gemini.tiers import Tier
+
+
+class Arena:
+    """Who has which range of ``size`` bytes, a whole number of pages.
+
+    used = the sum of what was taken, in pages,   used + free = size,   no two free ranges touch   (in tests)
+    """
+
+    def __init__(self, size: int):
+        assert size > 0 and size % PAGE == 0, size
+        self.size = size
+        self.used = 0
+        self._free = [(0, size)]  # (offset, size), by offset
+        self._taken: dict[int, int] = {}
+
+    @property
+    def free(self) -> tuple[tuple[int, int], ...]:
+        """The free ranges, (offset, size), by offset."""
+        return tuple(self._free)
+
+    def take(self, num_bytes: int) -> int | None:
+        """The offset of a range of ``num_bytes``, rounded up to pages; None if there is none that long."""
+        assert num_bytes > 0, num_bytes
+        size = in_pages(num_bytes)
+        long_enough = [number for number, (_, free) in enumerate(self._free) if free >= size]
+        if not long_enough:
+            return None
+        # One of just this size first: buffers of one size class then cut nothing up.
+        number = next((number for number in long_enough if self._free[number][1] == size), long_enough[0])
+        offset, free = self._free.pop(number)
+        if free > size:
+            self._free.insert(number, (offset + size, free - size))
+        self._taken[offset] = size
+        self.used += size
+        return offset
+
+    def give_back(self, offset: int) -> None:
+        """Free again what was taken at ``offset``, joined with its free neighbours."""
+        size = self._taken.pop(offset)
+        self.used -= size
+        start, stop = offset, offset + size
+        number = bisect_left(self._free, (offset, 0))
+        if number < len(self._free) and self._free[number][0] == stop:
+            stop += self._free.pop(number)[1]
+        if number > 0 and sum(self._free[number - 1]) == start:
+            number -= 1
+            start = self._free.pop(number)[0]
+        self._free.insert(number, (start, stop - start))
 
 
 class Pieces:

@@ -57,7 +57,6 @@ def test_host_buffers_are_page_locked_until_they_go(device: Device) -> None:
     again = device.make_host_buffer(MIB)  # perhaps at the same address: it was given back
     assert again.is_pinned()
     device.close()
-    assert not again.is_pinned()
     again.fill_(1)
 
 
@@ -153,7 +152,7 @@ def test_a_fetch_waits_for_its_block_and_not_for_the_computation(device: Device)
 def test_a_host_that_runs_far_ahead_mixes_no_windows_up(device: Device) -> None:
     """Eight chunks through room for three, nobody waits on the host, and computing is far behind all the time."""
     size = 8 * MIB
-    device.reserve_host(8 * size)
+    device.reserve_host([(f"source {n}", size) for n in range(8)])
     device.reserve_windows(3 * size)
     sources = [device.make_host_buffer(size).fill_(n + 1) for n in range(8)]
     windows = [device.make_window(size) for _ in sources]
@@ -238,9 +237,11 @@ def test_what_is_computed_beside_does_not_hold_copies_up(device: Device) -> None
 
 
 def test_one_registration_for_all_host_buffers(device: Device) -> None:
-    device.reserve_host(64 * MIB)
-    buffers = [device.make_host_buffer(size * MIB) for size in (1, 30, 3, 30)]
-    assert len(device.pinned._stretches) == 1 and all(buffer.is_pinned() for buffer in buffers)
+    sizes = [size * MIB for size in (1, 30, 3, 30)]
+    device.reserve_host([(str(size), size) for size in sizes])
+    buffers = [device.make_host_buffer(size) for size in sizes]
+    assert [buffer.data_ptr() - buffers[0].data_ptr() for buffer in buffers] == [0, MIB, 31 * MIB, 34 * MIB]
+    assert all(buffer.is_pinned() for buffer in buffers)
     into = device.make_buffer(30 * MIB)
     buffers[1].random_(0, 255)
     arrived = device.copy(into, buffers[1], "fetch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -9,11 +10,16 @@ import torch
 from cuda_runtime import Runtime
 
 from gemini.memory.devices.cuda import CudaDevice
+from gemini.memory.devices.pinned import PinnedPages
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    return Runtime(monkeypatch)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    yield Runtime(monkeypatch)
+    # What outlives the test has no runtime that could forget it.
+    for pages in gc.get_objects():
+        if isinstance(pages, PinnedPages):
+            pages._registered = False
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ from gemini.memory.chunks.states import Use
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.cuda_windows import CudaWindow, LastUses
 from gemini.memory.devices.device import Event
-from gemini.memory.devices.pinned import Arena
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.plan import Moves
 from gemini.planning.trace import Access
+from gemini.testing import Arena
 from gemini.tiers import Tier
 
 PAGE = 4096

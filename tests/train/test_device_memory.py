@@ -5,7 +5,6 @@ The stand-in is that device, with one promise of CUDA's less at a time, or with 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import gemini
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
-from gemini.memory.devices.pinned import Arena
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.train.helpers import batch, llama, manage, train
@@ -24,22 +22,18 @@ from tests.world import world_of
 
 
 class Arranged(StandinDevice):
-    """Host buffers are ranges of one stretch, as on CUDA; its memory has an allocator's books."""
+    """Planes that cross are named before, as on CUDA; its memory has an allocator's books."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena: Arena | None = None
-        self.reservations: list[int] = []
         self.planes: list[tuple[str, int]] = []
         self.kept: list[int] = []
         self.for_windows: list[int] = []
-        self.num_beyond = self.num_inside = 0
         self.figures: dict[str, int] = {}
         self.lost = 0
 
-    def reserve_host(self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()) -> None:
-        self.reservations.append(num_bytes)
-        self.arena, self.planes = Arena(num_bytes), [*planes]
+    def reserve_host(self, planes: Sequence[tuple[str, int]]) -> None:
+        self.planes += planes
 
     def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:
         self.kept.append(num_bytes)
@@ -47,16 +41,6 @@ class Arranged(StandinDevice):
 
     def reserve_windows(self, num_bytes: int) -> None:
         self.for_windows.append(num_bytes)
-
-    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
-        assert self.arena is not None, "a buffer before the reservation"
-        buffer, offset = super().make_host_buffer(num_bytes), self.arena.take(num_bytes)
-        if offset is None:
-            self.num_beyond += 1
-        else:
-            self.num_inside += 1
-            weakref.finalize(buffer, self.arena.give_back, offset)
-        return buffer
 
     def memory_figures(self) -> dict[str, int]:
         return self.figures
@@ -86,20 +70,18 @@ def test_only_what_crosses_the_bus_is_registered(streamed: bool, tmp_path: Path)
     }
     kept = sum(kinds[kind] for kind in kinds if kind not in crossing)
     assert kept <= sum(device.kept) <= 1.2 * kept, "in whole pages"
-    assert sum(size for _, size in device.planes) <= device.reservations[0]
+    made = [chunk.planes[kind].num_bytes for chunk in chunks for kind in chunk.planes if kind in crossing]
+    assert sorted(size for _, size in device.planes) == sorted(made), "each has its place"
 
 
 @pytest.mark.parametrize(
     ("precision", "gpu", "overlap"), [("bf16", "200KiB", True), ("bf16", "8MiB", False), ("fp16", "320KiB", True)]
 )
-def test_all_memory_of_a_run_is_asked_for_once(tmp_path: Path, precision: str, gpu: str, overlap: bool) -> None:
+def test_windows_have_what_planes_leave(tmp_path: Path, precision: str, gpu: str, overlap: bool) -> None:
     device = Arranged()
     model, optimizer = wrap(device, tmp_path, gpu, precision=precision, overlap=overlap)
     train(model, optimizer, range(3), clip=None)
-    assert len(device.reservations) == 1 and device.num_inside > 10 and device.num_beyond == 0
     world = world_of(model)
-    crossing = world.used(Tier.CPU) - sum(device.kept)
-    assert device.reservations == [crossing], "what the placement names but states, and nothing else"
     windows = sum(chunk.window.num_bytes for chunk in world.chunks if chunk.window is not None)
     planes = world.used(Tier.GPU) - sum(world.held(Tier.GPU, holder) for holder in ("windows", "pool"))
     problem, placement = world.problem, world.placement

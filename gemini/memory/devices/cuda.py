@@ -6,8 +6,8 @@ computing streams were given before it, or only after the event that it is told 
 waiting, so host code goes on at once. Who reads the copied bytes on the GPU lets the computing stream wait
 (``Event.wait_on_device``), who reads them on the host waits itself.
 
-Three things need care. Copies are asynchronous only from and to page-locked memory, so host buffers are cut out of one
-registered stretch (:mod:`gemini.memory.devices.pinned`). The caching allocator knows nothing of copy streams: windows
+Three things need care. Copies are asynchronous only from and to page-locked memory, so host buffers are cut out of
+registered stretches (:mod:`gemini.memory.devices.pinned`). The caching allocator knows nothing of copy streams: windows
 keep the order of their blocks themselves (:mod:`gemini.memory.devices.cuda_windows`, with the whole argument), and
 other tensors are recorded on the stream of the copy. And the current device is a setting of each thread, so nothing
 here relies on it: worker threads may call everything.
@@ -67,7 +67,7 @@ class CudaDevice(Device):
         self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
         self._computing: dict[int, torch.cuda.Stream] = {}
         self._memory = WindowMemory(self)
-        self._can_pin = mmap.PAGESIZE == PAGE
+        self._was_refused = False  # host memory, by the driver: it is told once
         self._before = 0  # bytes of tensors that were there before the model
         self.keeps_windows = self._memory.is_private
 
@@ -103,22 +103,14 @@ class CudaDevice(Device):
         limit(self, self.torch_device, budget if limited else None)
         self._before = max(torch.cuda.memory_allocated(self.torch_device) - freed, 0)
 
-    def reserve_host(self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()) -> None:
-        rest = num_bytes - sum(size for _, size in planes)
-        # First what is small and used by every tile.
-        named = [("what is staged", rest), *planes] if rest > 0 else [*planes]
-        if not self._can_pin or not named:
+    def reserve_host(self, planes: Sequence[tuple[str, int]]) -> None:
+        if mmap.PAGESIZE != PAGE:
             return
-        try:
-            count = self.pinned.reserve([size for _, size in named])
-        except (RuntimeError, MemoryError) as e:
-            self._refuse_to_pin(str(e))
-            return
-        if count < len(named):
-            left = sum(size for _, size in named[count:])
-            self._refuse_to_pin(
-                f"it took {human_bytes(num_bytes - left)}, and not the {human_bytes(left)} from {named[count][0]} on"
-            )
+        sizes = [size for _, size in planes]
+        count, why = self.pinned.reserve(sizes)
+        if why is not None:
+            took, left = human_bytes(sum(sizes[:count])), human_bytes(sum(sizes[count:]))
+            self._tell_refusal(f"{why}: it took {took}, and not the {left} from {planes[count][0]} on")
         else:  # refusals there may have been, of stretches that it took in smaller ones
             _forget_error(self.torch_device)
 
@@ -126,26 +118,27 @@ class CudaDevice(Device):
         # Read and written by the threads of updates, wherever they run: all memory controllers share it.
         return host_bytes(num_bytes, self._nodes)
 
-    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
-        buffer = None
-        try:
-            buffer = self.pinned.take(num_bytes, grow=self._can_pin, zeroed=zeroed)
-        except (RuntimeError, MemoryError) as e:
-            self._refuse_to_pin(str(e))
-        return super().make_host_buffer(num_bytes) if buffer is None else buffer
+    def make_host_buffer(self, num_bytes: int) -> torch.Tensor:
+        if mmap.PAGESIZE == PAGE:
+            try:
+                return self.pinned.take(num_bytes)
+            except (RuntimeError, MemoryError) as e:
+                self._tell_refusal(str(e))
+        return super().make_host_buffer(num_bytes)
 
     def copies_beside(self, memory: torch.Tensor) -> bool:
         return memory.is_pinned()
 
-    def _refuse_to_pin(self, why: str) -> None:
-        self._can_pin = False
+    def _tell_refusal(self, why: str) -> None:
         # Before anything is launched: the next kernel would raise it as its own.
         _forget_error(self.torch_device)
-        warn(
-            f"host memory cannot be registered with the CUDA driver ({why}): copies of the rest are slower and wait "
-            "for each other. Free host memory (under WSL2 at most half of it can be registered), or give a smaller "
-            "cpu= budget"
-        )
+        if not self._was_refused:
+            self._was_refused = True
+            warn(
+                f"host memory cannot be registered with the CUDA driver ({why}): copies of what is refused are slower "
+                "and wait for each other. Free host memory (under WSL2 at most half of it can be registered), or give "
+                "a smaller cpu= budget"
+            )
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -289,8 +282,6 @@ class CudaDevice(Device):
             for streams in copying.values():
                 # Behind the wait above: these references are all that keeps host memory of copies.
                 streams.in_flight.clear()
-            # Last: no copy may be under way in memory that the driver is told to forget.
-            self.pinned.close()
 
     def computing_streams(self) -> list[torch.cuda.Stream]:
         """The streams on which this device was ever seen to compute: the calling thread's, and those before."""

@@ -148,15 +148,13 @@ class Device(ABC):
                 window.populate()
                 call_without_grad(window.bytes.copy_, content)
 
-    def reserve_host(  # noqa: B027 - most devices copy from any memory alike
-        self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()
-    ) -> None:
-        """Host buffers of so many bytes in all are going to be made: get ready what they are cut out of, once.
-        ``planes``: those whose sizes are known, with a name each, in the order in which they are made.
+    def reserve_host(self, planes: Sequence[tuple[str, int]]) -> None:  # noqa: B027 - most copy from any memory alike
+        """Host buffers of these bytes are going to be made, in this order, each for something of that name: get ready
+        what they are cut out of, once.
         """
 
-    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
-        """Page-aligned host memory that this device copies to and from at full speed; ``zeroed``: of zeros."""
+    def make_host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Page-aligned host memory of zeros that this device copies to and from at full speed."""
         return host_bytes(num_bytes)
 
     def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:

@@ -381,8 +381,7 @@ class Flights:
             if not self._ledger.reserve_if_room(Tier.CPU, num_bytes, IN_FLIGHT, asking):
                 return False
             try:
-                # Not zeroed: the flight overwrites all of it that anybody reads.
-                self._park(self._device.make_host_buffer(num_bytes, zeroed=False))
+                self._park(self._device.make_host_buffer(num_bytes))
             except BaseException:
                 self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
                 raise

@@ -219,7 +219,7 @@ class ActivationStore:
     def _allocate(self, num_bytes: int) -> Any:
         """A place, which is in the ledger already: a host buffer, or where it is in the file."""
         if self._file is None:
-            return self._device.make_host_buffer(num_bytes, zeroed=False)
+            return self._device.make_host_buffer(num_bytes)
         offset = self._file.allocate(num_bytes)
         self._slots[offset] = num_bytes
         return offset

@@ -100,10 +100,7 @@ def build(
     # The params are still where they were: of a budget that is declared they take a part until they are taken over.
     there = sum(n.param.nbytes for n in named if n.param.device == device.torch_device)
     begin_budget(device, config, problem, needed[device.tier], there)
-    kept, crossing = _host_planes(problem, placement)
-    # Nor do factors cross, and what updates of whole params compute beside them.
-    kept += problem.factors + problem.temporaries
-    device.reserve_host(needed.get(Tier.CPU, 0) - kept, crossing)
+    device.reserve_host(_crossing_planes(problem, placement))
     if device.keeps_windows:  # which others may have for their own
         ledger.make_room(device.tier, ledger.needs[device.tier])
     # No more than all windows, and no more than the plan leaves them; beside those of ranks, whose gradients stand in
@@ -281,20 +278,14 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
         ledger.reserve(Tier.GPU, problem.device_staging, "staging")
 
 
-def _host_planes(problem: Problem, placement: Placement) -> tuple[int, list[tuple[str, int]]]:
-    """Of the planes in host memory the bytes of those that stay there, and the others by name, in the order in which
-    they are made.
-    """
-    kept, crossing = 0, list[tuple[str, int]]()
-    for i, homes in enumerate(placement.homes):
-        for kind, num_bytes in problem.sizes[i].items():
-            if homes[kind] is not Tier.CPU:
-                continue
-            if kind in _CROSSING or i in placement.streamed:
-                crossing.append((f"{kind} of chunk {i}", num_bytes))
-            else:
-                kept += num_bytes
-    return kept, crossing
+def _crossing_planes(problem: Problem, placement: Placement) -> list[tuple[str, int]]:
+    """The planes in host memory that are copied to or from the device, by name, in the order in which they are made."""
+    return [
+        (f"{kind} of chunk {i}", num_bytes)
+        for i, homes in enumerate(placement.homes)
+        for kind, num_bytes in problem.sizes[i].items()
+        if homes[kind] is Tier.CPU and (kind in _CROSSING or i in placement.streamed)
+    ]
 
 
 def _make_chunk(
