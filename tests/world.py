@@ -65,7 +65,7 @@ WHERE = {
     "mover": "store.mover",
     "staging": "store.mover.staging",
     "recorder": "store.mover.watch.recorder",
-    "recording": "forward.observers.recording",
+    "recordings": "forward.observers.recordings",
     "write_observers": "write_observers",
     "forward": "forward",
     "calls": "forward.calls",

@@ -291,7 +291,7 @@ class GeminiDDP(nn.Module):
             handles = engine.params.handles
         else:
             handles = [self._own(p) for p in ([params] if isinstance(params, torch.Tensor) else params)]
-        return engine.gathering.gathered(handles, write=write)
+        return engine.forward.gathered(handles, write=write)
 
     @contextlib.contextmanager
     def parked(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import StageParam, TensorSlice
 from gemini.train.passes.again import Again
 from gemini.train.passes.backward import BackwardPass, Recovery
-from gemini.train.passes.forward import ForwardPass, Gathering, Parts, Rewriting, StrayReads
+from gemini.train.passes.forward import ForwardPass, Parts
 from gemini.train.passes.hooks import Passes
 from gemini.train.passes.parking import Parking
 from gemini.train.passes.stepping import Stepping
@@ -101,14 +101,11 @@ class Engine:
         self.activations = parts.activations
         self.shards = parts.company
         self.by_names = by_names = parts.by_names
-        self.forward = ForwardPass(parts, TrainedParams(params, store, parts.activations, config, rule.spec))
+        self.forward = ForwardPass(parts, TrainedParams(params, store, parts.activations, config, rule.spec), own)
         self.backward = BackwardPass(parts)
         self.recovery = Recovery(parts, self.forward, self.backward)
         self.again = Again(parts, self.backward, self.recovery)
         self.stepping = Stepping(parts, rule, config.gradients, self.backward, self.recovery)
-        self.reads = StrayReads(self.forward, own)
-        self.rewriting = Rewriting(by_names, parts.writes, parts.lock)
-        self.gathering = Gathering(parts, self.forward)
         self.parking = Parking(parts, config, built.decision.problem)
 
         # The params come home, and into the hands of all that.

@@ -25,8 +25,8 @@ class Observers:
     """The recording and the tracer of one model: each is there or not, and asked for in every hook."""
 
     def __init__(self) -> None:
-        self.recording: Any = None
-        """The :class:`~gemini.train.report.Recording` that is told when modules and steps begin and end."""
+        self.recordings: tuple[Any, ...] = ()
+        """The :class:`~gemini.train.report.Recording` that is told when modules and steps begin and end, if any."""
         self.around_own_work: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around what is done for chunks beside the model's own work."""
         self.are_there = False
@@ -34,13 +34,13 @@ class Observers:
 
     def record(self, recording: Any) -> None:
         """Tell ``recording`` from now on, or nobody."""
-        self.recording = recording
-        self.are_there = recording is not None or self.around_own_work is not None
+        self.recordings = () if recording is None else (recording,)
+        self.are_there = bool(self.recordings) or self.around_own_work is not None
 
     def set_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
         """Enter ``around`` around own work from now on, or nothing."""
         self.around_own_work = around
-        self.are_there = around is not None or self.recording is not None
+        self.are_there = around is not None or bool(self.recordings)
 
 
 # ---- writes to masters and states ------------------------------------------------------------------------------------

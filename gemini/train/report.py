@@ -310,7 +310,7 @@ class Recording:
         """Record the steps of ``model`` inside."""
         engine = self._engine()
         observers, watch, ledger = engine.forward.observers, engine.store.mover.watch, engine.store.ledger
-        if observers.recording is not None:
+        if observers.recordings:
             raise GeminiError("this model is being recorded already: open one recording() at a time")
 
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -74,7 +74,7 @@ def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
         assert not alone or timeline.samples[-1].held.get(tier, {}) == world.holders(tier)
     assert all(0 <= s.moment < len(timeline.moments) for s in timeline.spans if s.track is Track.COMPUTE)
     assert Timeline.from_json(timeline.to_json()) == timeline
-    assert world.recording is None and world.recorder is None and world.ledger.on_change is None
+    assert not world.recordings and world.recorder is None and world.ledger.on_change is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "standin"])

@@ -71,7 +71,7 @@ class _OfOther:
         handle = handle_of(self.param)
         assert handle is not None
         _refuse_written(handle, self.num_writes)
-        with torch.no_grad(), owner_of(handle).reads.opened([handle.chunk]):
+        with torch.no_grad(), owner_of(handle).forward.opened_at_rest([handle.chunk]):
             return self.param.detach().clone()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -200,13 +199,15 @@ class _AtOnce(torch.autograd.Function):
 # ---- logits that are not there -------------------------------------------------------------------------------------
 
 
-_ELEMENTWISE = frozenset(
-    "tanh mul multiply div divide true_divide add sub neg float double half bfloat16 to clamp type".split()
-)
+_CASTS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})
+_ELEMENTWISE = _CASTS | {"tanh", "mul", "multiply", "div", "divide", "true_divide", "add", "sub", "neg", "clamp"}
 """Operations that change each logit by itself, by the names of torch's functions and methods."""
 
 _IN_PLACE = {"mul_": torch.mul, "div_": torch.div, "add_": torch.add, "sub_": torch.sub}
 """Those of them that change logits where they are (``logits *= 2``)."""
+
+_SETTINGS = (numbers.Number, str, torch.dtype, torch.device, type(None))
+"""What may stand beside logits in their arguments."""
 
 _OF_ROWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 """Operations that arrange tokens anew and leave each token's logits together."""
@@ -248,7 +249,7 @@ class Logits(torch.Tensor):
         if func is torch.Tensor.__getitem__:
             return own._part(args[1])
         if name in _OF_ROWS:
-            return own._rows(name, args, kwargs)
+            return own if name == "contiguous" else own._rows(func, args, kwargs)
         if name in _IN_PLACE and args[0] is own and not own.has_views:
             made = own._then(_IN_PLACE[name], args, kwargs)
             if made.dtype is own.dtype:
@@ -277,23 +278,12 @@ class Logits(torch.Tensor):
             self._refuse("a part of the vocabulary")
         return self._with(self.hidden[index])
 
-    def _rows(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
-        """Arrange the same tokens anew."""
-        before = list(self.shape)
-        if name == "contiguous":
-            return self
-        if kwargs or any(isinstance(value, torch.dtype) for value in args):
-            self._refuse(name)
-        if name == "flatten":
-            first, last = (int(dim) % len(before) for dim in (*args[1:], *(0, -1)[len(args) - 1 :]))
-            after = [*before[:first], math.prod(before[first : last + 1]), *before[last + 1 :]]
-        else:
-            after = [int(size) for size in (args[1] if isinstance(args[1], (tuple, list)) else args[1:])]
-            rest = math.prod(size for size in after if size != -1)
-            after = [math.prod(before) // max(rest, 1) if size == -1 else size for size in after]
-        if not after or after[-1] != before[-1] or math.prod(after) != math.prod(before):
-            self._refuse(f"{name} of logits {tuple(before)} to {tuple(after)}")
-        return self._with(self.hidden.reshape(*after[:-1], self.hidden.shape[-1]))
+    def _rows(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
+        """Arrange the same tokens anew, as torch says."""
+        made = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args[1:], **kwargs)
+        if made.dtype is not self.dtype or made.shape[-1:] != self.shape[-1:]:
+            self._refuse(f"{func.__name__} of logits {tuple(self.shape)} to {tuple(made.shape)}")
+        return self._with(self.hidden.reshape(*made.shape[:-1], self.hidden.shape[-1]))
 
     def _then(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
         """Note one more step, a function of each logit by itself."""
@@ -306,20 +296,18 @@ class Logits(torch.Tensor):
             elif isinstance(value, torch.Tensor) and type(value) is not Logits and value.numel() in (1, vocabulary):
                 is_each = value.numel() == vocabulary and value.shape[-1] == vocabulary
                 kept.append(value.reshape(vocabulary if is_each else (1,) * min(value.dim(), 1)))
-            elif isinstance(value, (numbers.Number, str, bool, torch.dtype, torch.device)):
+            elif isinstance(value, _SETTINGS):
                 kept.append(value)
             else:
                 self._refuse(name)
-        for value in kwargs.values():
-            if not isinstance(value, (numbers.Number, str, bool, torch.dtype, torch.device, type(None))):
-                self._refuse(name)
-
+        if not all(isinstance(value, _SETTINGS) for value in kwargs.values()):
+            self._refuse(name)
         step = LogitStep(func, tuple(kept), kwargs)
         # Run once on no tokens: it tells the dtype, and refuses now and not in backward what changes the shape.
         sample = step(torch.empty(0, vocabulary, dtype=dtype, device=self.device))
         if not isinstance(sample, torch.Tensor) or sample.shape != (0, vocabulary):
             self._refuse(name)
-        if sample.dtype is dtype and name in ("float", "double", "half", "bfloat16", "to", "type"):
+        if sample.dtype is dtype and name in _CASTS:
             return self  # as in torch
         return Logits.of(self.head, self.hidden, sample.dtype, (*self.steps, step))
 

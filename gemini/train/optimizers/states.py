@@ -258,7 +258,7 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
 
 def check_owned(optimizer: HybridOptimizer, handles: Iterable[ParamHandle]) -> None:
     """Refuse to go on with params that another optimizer has taken over."""
-    lost = [handle for handle in handles if handle.optimizer is None or handle.optimizer() is not optimizer]
+    lost = [handle for handle in handles if handle.optimizer() is not optimizer]
     if lost:
         others = f" and {len(lost) - 1} more params" if len(lost) > 1 else ""
         raise GeminiError(

@@ -374,8 +374,8 @@ class Owner(Protocol):
     store: ChunkStore
     state: StepState
     by_names: ByName
-    # Of the passes, which are in a room above: `StrayReads`, `BackwardPass`, `Stepping`.
-    reads: Any
+    # Of the passes, which are in a room above: `ForwardPass`, `BackwardPass`, `Stepping`.
+    forward: Any
     backward: Any
     stepping: Any
 

@@ -170,7 +170,7 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for owner in map(owner_of, handles):
         # Whichever thread computes: another one that reads meanwhile has its weights gathered as well.
         if owner.state.computing:  # params of another model are met again in the call that follows
-            return owner.reads.in_call(func, args, kwargs, [h for h in handles if h.owner() is owner])
+            return owner.forward.in_call(func, args, kwargs, [h for h in handles if h.owner() is owner])
     if _is_recorded(func, args, kwargs):
         # torch would refuse it too, but for an in-place write to a leaf, and in words that name no param.
         if (written := _written_param(func, args, kwargs)) is not None:
@@ -179,7 +179,7 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 "torch allows to no param that requires gradients, or is given what does. Write inside "
                 "torch.no_grad(), or inside model.gathered([param], write=True)"
             )
-        return owner_of(handles[0]).reads.outside(func, args, kwargs, handles)
+        return owner_of(handles[0]).forward.outside(func, args, kwargs, handles)
     # Who asks decides from here on, since torch's own helpers do with `param.data` what a program must not.
     caller = _caller()
     if func == _SET_DATA:
@@ -337,7 +337,7 @@ class ReadLater(torch.Tensor):
                 # Those of another model stay as they are, and come here again in the call that follows.
                 own = {key: each for key, each in weights.items() if each.of.handle.owner() is owner}
                 handles = [each.of.handle for each in own.values()]
-                return owner.reads.in_call(partial(_on_exposed, func, args, kwargs, own), (), {}, handles)
+                return owner.forward.in_call(partial(_on_exposed, func, args, kwargs, own), (), {}, handles)
         return args[0] if _copies(func, args) else _read_copies(func, args, kwargs, shown, func)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -515,18 +515,7 @@ def substituted(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
     return tree_map_only((torch.Tensor, list), replaced, tree)
 
 
-def _getters() -> set[Any]:
-    names = (
-        "shape dtype device ndim layout requires_grad grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
-        "is_quantized is_mkldnn is_mps is_xpu is_nested output_nr _version names itemsize nbytes _backward_hooks "
-        "_post_accumulate_grad_hooks retains_grad is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr volatile"
-    ).split()
-    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
-
-
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
-_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _DETACHES: set[Any] = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
@@ -538,42 +527,33 @@ OF_MEMORY: set[Any] = {
 
 _ADDRESSES: set[Any] = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
 
-METADATA: set[Any] = _getters() | {
+_NAMES = (
+    "shape dtype device ndim layout requires_grad grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_quantized "
+    "is_mkldnn is_mps is_xpu is_nested output_nr _version names itemsize nbytes _backward_hooks retains_grad is_ipu "
+    "_post_accumulate_grad_hooks is_maia is_mtia is_vulkan is_xla is_sparse_csr volatile "
+    "size dim numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
+    "requires_grad_ __len__ __hash__ data_ptr untyped_storage register_hook get_device is_pinned is_shared "
+    "register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor "
+    "is_inference is_same_size ndimension is_signed is_coalesced has_names __dir__ is_conj is_neg sparse_dim"
+).split()
+_OF_TENSORS = [getattr(torch.Tensor, name) for name in _NAMES if hasattr(torch.Tensor, name)]
+
+METADATA: set[Any] = {
+    # What torch hands over of an attribute is its getter.
+    *(found.__get__ if inspect.isdatadescriptor(found) else found for found in _OF_TENSORS),  # type: ignore[union-attr]
     _SET_GRAD,
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    *(
-        getattr(torch.Tensor, name)
-        for name in (
-            "size dim numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
-            "requires_grad_ __len__ __hash__ data_ptr untyped_storage register_hook get_device is_pinned is_shared "
-            "register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor "
-            "is_inference is_same_size ndimension is_signed is_coalesced has_names __dir__ is_conj is_neg sparse_dim"
-        ).split()
-        if hasattr(torch.Tensor, name)
-    ),
     # They read a shape and no values; the random ones draw from the generator as for an ordinary param.
-    torch.empty_like,
-    torch.zeros_like,
-    torch.ones_like,
-    torch.full_like,
-    torch.rand_like,
-    torch.randn_like,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-    torch.is_same_size,
-    torch.is_inference,
-    torch.promote_types,
-    torch.result_type,
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference),
+    *(torch.promote_types, torch.result_type),
 }
 
-_Handler = Callable[[Callable[..., Any], Any, Any], Any]
-
-AT_REST: dict[Any, _Handler] = {
+AT_REST: dict[Any, Callable[[Callable[..., Any], Any, Any], Any]] = {
     **dict.fromkeys(METADATA, _answer),
     **dict.fromkeys(OF_MEMORY, _answer_of_memory),
     **dict.fromkeys(_FLIPS, _flip),
-    _GET_GRAD: _get_grad,
+    torch.Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr]
     _SET_GRAD: _set_grad,
     torch.Tensor.register_post_accumulate_grad_hook: _hook_gradient,
     torch.autograd.backward: _run_backward,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -78,6 +78,10 @@ class TensorSlice(NamedTuple):
         runs = elements.div(self.run, rounding_mode="floor")
         own = runs.div(self.size, rounding_mode="floor").mul_(self.run) + elements % self.run
         return runs % self.size, own
+
+
+def _nobody() -> None:
+    """In the place of a weak reference."""
 
 
 class Leftover(IntEnum):
@@ -158,8 +162,8 @@ class ParamHandle:
     """Loaded with the state of its optimizer, until the next update."""
     in_backward: int = -1
     """The number of the backward in which the gradient arrived last."""
-    optimizer: weakref.ref[Stepper] | None = None
-    """The one that the param was given to, beside ``owners``: every step asks for it."""
+    optimizer: Callable[[], Stepper | None] = _nobody
+    """A weak reference to the one that the param was given to, beside ``owners``: every step asks for it."""
     clip: float = 1.0
     """Factor by which clipping of some params (one optimizer's of several) multiplies the gradient; 1 without."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -168,7 +172,7 @@ class ParamHandle:
     """The part of ``clip`` that is of an earlier step, and so of the gradient itself to whoever reads it."""
     cut: TensorSlice | None = None
     """Which slice of a whole param it is (tensor parallel); None for all of one."""
-    layout: tuple[int, ...] | None = None
+    layout: tuple[int, ...] = ()
     """Its strides before it was managed, if they were others than those of a contiguous param (channels_last)."""
 
     @property
@@ -183,16 +187,16 @@ class ParamHandle:
     @property
     def own_shape(self) -> torch.Size:
         """Its shape here. While a model is filled the param itself may show the shape of the whole."""
-        return self.param.shape if self.cut is None else torch.Size(self.cut.own_shape)
+        return torch.Size(self.cut.own_shape) if self.cut else self.param.shape
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Its shape without slices."""
-        return tuple(self.param.shape) if self.cut is None else self.cut.shape
+        return self.cut.shape if self.cut else tuple(self.param.shape)
 
     def as_it_was(self, value: torch.Tensor) -> torch.Tensor:
         """Copy ``value`` into the memory layout that the param had before it was managed, if that was another."""
-        if self.layout is None or len(self.layout) != value.dim():
+        if not self.layout or len(self.layout) != value.dim():
             return value
         return value.new_empty_strided(value.shape, self.layout).copy_(value)
 
@@ -212,7 +216,7 @@ class ParamHandle:
                 f"the gradient of {self.name!r} is not whole: the backward of one of its micro-batches ran out of "
                 "memory after a part of it had been added. Call optimizer.zero_grad() and begin the step anew"
             )
-        stepper = None if self.optimizer is None else self.optimizer()
+        stepper = self.optimizer()
         if stepper is None or not stepper.step_in_backward or stepper.speculate:
             raise GeminiError(
                 f"the gradient of {self.name!r} is not whole: optimizer.step() has used the one before it without "
@@ -231,7 +235,7 @@ def original_class(managed: Any) -> Any:
 
 
 def handles_of(params: Iterable[Any]) -> list[ParamHandle]:
-    return [handle for handle in map(handle_of, params) if handle is not None]
+    return [handle for handle in map(handle_of, params) if handle]
 
 
 def params_of(optimizer: Any) -> list[nn.Parameter]:
@@ -391,17 +395,16 @@ No attribute of the param, which then could not be pickled."""
 def optimizer_of(param: Any) -> Stepper | None:
     """The HybridAdam that was given ``param``, if it still lives."""
     handle = handle_of(param)
-    reference = owners.get(param) if handle is None else handle.optimizer
-    return None if reference is None else reference()
+    return (handle.optimizer if handle else owners.get(param, _nobody))()
 
 
 def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
     """Let :func:`optimizer_of` these params be this one from now on, or none."""
     # Weakly: a model must not keep an optimizer that the program has let go of, nor its states.
-    reference = None if optimizer is None else weakref.ref(optimizer)
+    reference = weakref.ref(optimizer) if optimizer else _nobody
     for param in params:
         owners[param] = reference
-        if (handle := handle_of(param)) is not None:
+        if handle := handle_of(param):
             handle.optimizer = reference
 
 

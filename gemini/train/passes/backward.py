@@ -91,8 +91,8 @@ class BackwardPass:
         self._state.check_masters("a backward")
         self._state.begin_backward()
         self.arrived, self.num_landed = [], 0
-        if self.observers.recording is not None:
-            self.observers.recording.begin_backward()
+        for recording in self.observers.recordings:
+            recording.begin_backward()
         # After the phase has changed: the guards ask it whether anybody computes.
         self._exposure.begin()
         for chunk in self._chunks:
@@ -157,8 +157,8 @@ class BackwardPass:
         if self._activations.offloads:
             self._activations.end_backward()
         self._state.end_backward()
-        if self.observers.recording is not None:
-            self.observers.recording.end_backward()
+        for recording in self.observers.recordings:
+            recording.end_backward()
         # Last, for it may raise (a write inside backward): the phase has ended by then.
         self._exposure.rest_if_idle()
 
@@ -304,8 +304,8 @@ class BackwardPass:
             # A guessed update still reads the gradients, so it is undone before they go.
             self._updates.drop_guesses({handle.chunk.spec.index for handle in chosen})
         self.gradients.discard(chosen, leftover=leftover)
-        if self.observers.recording is not None:
-            self.observers.recording.discard()
+        for recording in self.observers.recordings:
+            recording.discard()
         # Last: if no gradient is left the coefficient is forgotten, else it goes to each that is.
         self.fold_clipping()
 

@@ -75,18 +75,22 @@ class Parts:
 
 
 class ForwardPass:
-    """Takes what hooks of modules tell, and serves reads of params by others than their module.
+    """Takes what hooks of modules tell, and serves params to others than their module, in a forward and at rest.
 
     A model may be called from several threads, and on CUDA a recomputation comes on autograd's thread. What changes
     the books takes ``parts.lock``; each thread has its own stack of calls.
+
+    Args:
+        passes: of the model: graphs keep this, and no model.
     """
 
-    def __init__(self, parts: Parts, trained: TrainedParams):
+    def __init__(self, parts: Parts, trained: TrainedParams, passes: weakref.ref[Any]):
         self.calls, self.observers, self.exposure = parts.calls, parts.observers, parts.exposure
         self._manager, self.state, self.lock = parts.store.manager, parts.state, parts.lock
         self._saved_weights, self._activations = parts.saved_weights, parts.activations
         self.updates, self._trained, self._company = parts.updates, trained, parts.company
         self._moves, self._device = parts.store.moves, parts.store.device
+        self._by_names, self._writes, self._passes = parts.by_names, parts.writes, passes
         self.transformed: dict[int, list[Chunk]] = {}
         """By thread: chunks, each acquired once, that its ``torch.func`` may still read."""
 
@@ -118,8 +122,8 @@ class ForwardPass:
         with self.lock, without_transforms():
             if not state.computing:
                 self._begin()
-            if self.observers.recording is not None:
-                self.observers.recording.begin_call(module)
+            for recording in self.observers.recordings:
+                recording.begin_call(module)
             try:
                 # What is in place and still being updated is waited for here, by the block that reads it.
                 self.exposure.catch_up(resident)
@@ -168,7 +172,7 @@ class ForwardPass:
         """Let modules inside of this thread's outermost call go unlooked at until it ends, where nothing moves: if no
         update is awaited any more, and nobody records.
         """
-        if not self.exposure.late and self.observers.recording is None:
+        if not self.exposure.late and not self.observers.recordings:
             thread = threading.get_ident()
             self.state.settle(thread, id(self.calls.running[thread][0].module))
 
@@ -182,8 +186,8 @@ class ForwardPass:
                 if record is None or record.parent is None:
                     self.state.unsettle()
                 self._end_if_over()
-                if self.observers.recording is not None:
-                    self.observers.recording.end_call()
+                for recording in self.observers.recordings:
+                    recording.end_call()
                 if record is not None and record.parent is not None:
                     # A view of weights that it gave, or left somewhere, may be read until the call around is over.
                     for chunk in record.chunks:
@@ -306,19 +310,7 @@ class ForwardPass:
                     self.exposure.cover(chunk)
                     self._manager.release(chunk)
 
-
-# ---- a param that an operation reads outside its own module's forward ------------------------------------------------
-
-
-class StrayReads:
-    """Serves reads of one model's params outside of their own module's forward.
-
-    Args:
-        owner: the passes of the model: graphs keep this, and no model.
-    """
-
-    def __init__(self, forward: ForwardPass, owner: weakref.ref[Any]):
-        self._forward, self._owner = forward, owner
+    # ---- a param that an operation reads outside its own module's forward ---------------------------------------
 
     def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """Run an operation that reads params outside their own module's forward, while the model computes.
@@ -326,36 +318,33 @@ class StrayReads:
         The operation is a call of its own: its chunks are gathered for it, and again when the gradient of its result
         arrives. A result that is a view of the weights lends them to the call around it.
         """
-        forward = self._forward
         chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}
         for chunk in chunks.values():
             if chunk.resident:
                 # In place there is nothing to gather: this waits for the update, if one is under way.
-                forward.exposure.expose(chunk)
+                self.exposure.expose(chunk)
         moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
         if not moving:
             return func(*args, **kwargs)
-        record = CallRecord(None, moving, forward.calls.innermost, forward.calls.num_exchanges)
-        with forward.opened(moving):
+        record = CallRecord(None, moving, self.calls.innermost, self.calls.num_exchanges)
+        with self.opened(moving):
             result = func(*args, **kwargs)
         # After the block: the block itself looked into the window, and would count as somebody else.
-        with forward.lock:
+        with self.lock:
             for chunk in moving:
                 if chunk.is_lent:
-                    forward.lend(chunk)
-        record.on_gradient(result, partial(begin_backward_of, self._owner, record))
+                    self.lend(chunk)
+        record.on_gradient(result, partial(begin_backward_of, self._passes, record))
         # An operation that writes to a weight (`w.mul_(2)` in another module's forward) is refused here, by name.
-        forward.exposure.refuse_writes()
+        self.exposure.refuse_writes()
         return result
 
-    @contextmanager
-    def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
-        """Keep ``chunks`` gathered around an operation that reads them while no module computes."""
-        self._forward.updates.check()
-        self._forward.state.check_whole()
-        self._forward.follow_flips()
-        with self._forward.opened(chunks):
-            yield
+    def opened_at_rest(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:
+        """:meth:`opened` around an operation that reads while no module computes."""
+        self.updates.check()
+        self.state.check_whole()
+        self.follow_flips()
+        return self.opened(chunks)
 
     def outside(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """Run an operation that autograd records and that reads params while no module computes (a loss with a weight).
@@ -370,7 +359,7 @@ class StrayReads:
         with ExitStack() as stack:
             for owner in owners.values():
                 chunks = {h.chunk.spec.index: h.chunk for h in handles if h.owner() is owner}
-                stack.enter_context(owner.reads.opened(chunks.values()))
+                stack.enter_context(owner.forward.opened_at_rest(chunks.values()))
             result = func(*args, **kwargs)
         for tensor in iter_tensors(result):
             # A view that autograd follows is found by torch's count of the window's storage, and lends it.
@@ -382,23 +371,7 @@ class StrayReads:
                 )
         return result
 
-
-def _storage_of(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata
-    except RuntimeError:  # sparse, or a wrapper without memory of its own
-        return None
-
-
-# ---- writes to gathered weights, which become the masters exactly ----------------------------------------------------
-
-
-class Gathering:
-    """Keeps params of one model readable for a program, and takes over what it writes. The training thread's alone."""
-
-    def __init__(self, parts: Parts, forward: ForwardPass):
-        self._by_names, self._manager, self._observers = parts.by_names, parts.store.manager, parts.writes
-        self._forward, self._occupancy = forward, parts.state.occupancy
+    # ---- writes to gathered weights, which become the masters exactly -------------------------------------------
 
     @contextmanager
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
@@ -407,20 +380,20 @@ class Gathering:
         """
         chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         before: dict[str, torch.Tensor] = {}
-        is_first = write and not self._occupancy.is_own
+        is_first = write and not self.state.occupancy.is_own
         try:
             if is_first:
-                self._occupancy.begin_alone()
+                self.state.occupancy.begin_alone()
             if write:
                 # Before the copies: an update in flight still changes weights that are in place.
                 for chunk in chunks:
                     chunk.settle()
                 before = _copies_of(handles)
             # A checkpoint that is being written has these chunks first: `before_write` waits for it.
-            with self._forward.opened(chunks):
+            with self.opened(chunks):
                 if write:
                     for chunk in chunks:
-                        self._observers.before_write(chunk)  # one that never moves is written in place
+                        self._writes.before_write(chunk)  # one that never moves is written in place
                 # Once masters change there is no way back: what was shown must not be undone under them.
                 takes_over = False
                 try:
@@ -449,39 +422,29 @@ class Gathering:
                     self._manager.drop(chunks)
                     self._manager.refresh_lent()
             if is_first:
-                self._occupancy.end_alone()
+                self.state.occupancy.end_alone()
 
-
-class Rewriting:
-    """Makes what modules write to their weights in a forward the masters of one model. ``lock``: of its books.
-
-    On the thread that calls the module, which may be one of several that evaluate the model.
-    """
-
-    def __init__(self, by_names: ByName, observers: WriteObservers, lock: AbstractContextManager[Any]):
-        self._by_names, self._observers, self._lock = by_names, observers, lock
-
-    def begin(self, handles: list[ParamHandle]) -> dict[str, torch.Tensor]:
+    def begin_rewriting(self, handles: list[ParamHandle]) -> dict[str, torch.Tensor]:
         """Begin the call of a module that may rewrite these; gives what those are now that are rewritten in place."""
         for chunk in resident_chunks(handles):
-            self._observers.before_write(chunk)
+            self._writes.before_write(chunk)
         return call_without_grad(_copies_of, handles)
 
-    def end(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
-        """End the call, and take over what it wrote; ``before``: what :meth:`begin` gave."""
+    def end_rewriting(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
+        """End the call, and take over what it wrote; ``before``: what :meth:`begin_rewriting` gave."""
         call_without_grad(self._take_over, handles, before)
 
     def unmerge(self, layer: Any) -> None:
         """Take the merged adapters of a tuner layer out of its weights, with the bits of PEFT."""
         handles = handles_of(layer.parameters())
-        before = self.begin(handles)
+        before = self.begin_rewriting(handles)
         try:
             call_without_grad(layer.unmerge)
         finally:
-            self.end(handles, before)
+            self.end_rewriting(handles, before)
 
     def _take_over(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
-        with self._lock, WHOLE:
+        with self.lock, WHOLE:
             for handle in handles:
                 # PEFT sets `weight.data`: the values come into the window before torch's count is compared.
                 take_in(handle)
@@ -489,6 +452,13 @@ class Rewriting:
                     handle.version = handle.param._version  # torch has counted this write itself
                     handle.num_writes += 1
                     self._by_names.take_over(handle, before.get(handle.name))
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except RuntimeError:  # sparse, or a wrapper without memory of its own
+        return None
 
 
 def resident_chunks(handles: Iterable[ParamHandle]) -> tuple[Chunk, ...]:

@@ -31,7 +31,7 @@ from gemini.train.observers import innermost_transform
 from gemini.train.params.by_name import Owner
 from gemini.train.params.handle import ParamHandle, handles_of
 from gemini.train.passes.backward import BackwardPass, Recovery
-from gemini.train.passes.forward import ForwardPass, Rewriting, resident_chunks
+from gemini.train.passes.forward import ForwardPass, resident_chunks
 from gemini.train.setup.problem import Decision
 from gemini.train.step import StepState
 
@@ -55,7 +55,6 @@ class Passes(Owner, Protocol):
     forward: ForwardPass
     backward: BackwardPass
     recovery: Recovery
-    rewriting: Rewriting
 
     def drain(self) -> None:
         """Wait until nothing is in flight."""
@@ -141,7 +140,7 @@ def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> Non
         for handle in handles_of(layer.parameters()):
             if handle.chunk.resident:
                 passes.forward.exposure.expose(handle.chunk)  # after its update
-        passes.rewriting.unmerge(layer)
+        passes.forward.unmerge(layer)
 
 
 def _to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
@@ -214,13 +213,13 @@ def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre,
     def begin(module: nn.Module, args: Any) -> None:
         # After `pre`: only then are the weights gathered, and the updates over.
         pre(module, args)
-        of_threads[threading.get_ident()] = passes_of(ref).rewriting.begin(handles)
+        of_threads[threading.get_ident()] = passes_of(ref).forward.begin_rewriting(handles)
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
         # Before `post`, which guards the params again and would take the write for one of the program's.
         before, passes = of_threads.pop(threading.get_ident(), None), ref()
         if before is not None and passes is not None:
-            passes.rewriting.end(handles, before)
+            passes.forward.end_rewriting(handles, before)
         return post(module, args, output)
 
     return begin, end
@@ -342,7 +341,7 @@ def _unless_inside(
         if state.settled_in == threading.get_ident() and state.settled_for != id(module):
             return
         forward: ForwardPass = passes_of(ref).forward
-        if forward.observers.recording is not None or not forward.calls.is_inside_another(module):
+        if forward.observers.recordings or not forward.calls.is_inside_another(module):
             pre(module, args)
         elif resident and forward.exposure.late:
             forward.exposure.catch_up(resident)
@@ -396,8 +395,8 @@ def _post(ref: weakref.ref[Passes]) -> Post:
         record = passes.forward.end_call(module)
         if record is None or output is None:
             return None
-        if passes.forward.observers.recording is not None:
-            passes.forward.observers.recording.watch_backward(module, output)
+        for recording in passes.forward.observers.recordings:
+            recording.watch_backward(module, output)
         # A transform wraps its tensors: a hook on one would never be called.
         if not torch.is_grad_enabled() or innermost_transform() is not None:
             return None

@@ -69,7 +69,7 @@ class Stepping:
     def warn_of_no_optimizer(self) -> None:
         """Name, after the first step and once per model, params with a gradient that nobody will use."""
         self.looks_for_optimizers = False
-        left = [h for h in self._params.handles if h.has_grad and (h.optimizer is None or h.optimizer() is None)]
+        left = [h for h in self._params.handles if h.has_grad and not h.optimizer()]
         if left:
             warn(
                 f"{len(left)} of {len(self._params.handles)} params, for example {left[0].name!r}, have a gradient and "
@@ -354,8 +354,8 @@ class Stepping:
         self._store.mover.watch.end_step()
         # All ranks come here, whatever they updated: their agreement counts steps.
         self.company.end_step()
-        if self._backward.observers.recording is not None:
-            self._backward.observers.recording.end_step()
+        for recording in self._backward.observers.recordings:
+            recording.end_step()
         # Last: the next forward's weights are fetched behind what the program does between steps.
         if self._moves:
             self._store.manager.look_ahead()

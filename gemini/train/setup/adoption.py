@@ -116,14 +116,14 @@ class Adoption:
         param = handle.param
         if not filled:
             like = torch.empty_like(original, device="meta")  # of a view with gaps: dense, with its order of dims
-            handle.layout = None if like.is_contiguous() else like.stride()
+            handle.layout = () if like.is_contiguous() else like.stride()
         # Its memory goes with that of the value.
         param.grad = None
         param.data = handle.view
         # Behind the change of data: a write by the program is known by a higher number.
         handle.version = param._version
         param._gemini = handle  # type: ignore[attr-defined]
-        handle.trained, handle.optimizer = param.requires_grad, owners.get(param)
+        handle.trained, handle.optimizer = param.requires_grad, owners.get(param, handle.optimizer)
         if handle.trained:
             handle.hook = param.register_post_accumulate_grad_hook(owner_of(handle).backward.hook_of(handle))
         # A trained param has an fp32 master, which has all bits of its original up to fp32.
