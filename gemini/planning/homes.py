@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from gemini.planning.costs import Speeds
@@ -21,13 +22,6 @@ from gemini.tiers import DRIVE, FILED, Boundary, Tier
 
 FINE = 120
 """Chunks up to which the planes of a state are placed apart; beyond, one chunk's states are one item."""
-
-
-class FetchCounts(NamedTuple):
-    """How often a chunk's weights are gathered in a step if nothing stays, and how often at least."""
-
-    at_most: int
-    at_least: int
 
 
 class HomeChoice(NamedTuple):
@@ -43,7 +37,7 @@ class HomeChoice(NamedTuple):
 
 def cheapest_homes(
     problem: Problem,
-    fetches: Sequence[FetchCounts],
+    fetches: Sequence[int],
     speeds: Speeds,
     *,
     accumulate: int = 1,
@@ -55,23 +49,24 @@ def cheapest_homes(
 
     Args:
         problem: what is placed; its weights are gathered, so that what gathering needs is spoken for.
-        fetches: per chunk, over all micro-batches of a step.
+        fetches: how often the weights of each chunk are gathered, over all micro-batches of a step, if nothing stays.
         overlapped: minimise the busiest track, and only then the sum of all; else the sum.
         compute_seconds: of forward and backward, which an overlapped step cannot be shorter than.
         streaming: updates may be streamed through the GPU; what that takes of it is then left for it.
 
     Deterministic, as :func:`gemini.planning.moves.cheapest_moves` is.
     """
+    of_chunks = _Choices(problem, fetches, speeds, accumulate)
+    base: dict[str, float] = {}
+    used = problem.spoken_for(streams=streaming)
     choices: list[HomeChoice] = []
-    # Chunks of repeated blocks differ in nothing but their index.
-    alike: dict[tuple[object, ...], list[HomeChoice]] = {}
-    for i, chunk in enumerate(problem.layout.chunks):
-        form = (chunk.shape, chunk.trainable, chunk.exact, chunk.coded, fetches[i])
-        if form not in alike:
-            of_chunk = _ChunkChoices(problem, i, fetches[i], speeds, accumulate)
-            alike[form] = [*of_chunk.all(streaming=streaming)]
-        choices += [choice._replace(chunk=i) for choice in alike[form]]
-    base, used = _all_on_cpu(problem, fetches, speeds, accumulate, streaming)
+    for index, sizes in enumerate(problem.sizes):
+        for track, seconds in of_chunks.seconds_with(index, {}, fetches[index]).items():
+            base[track] = base.get(track, 0.0) + seconds
+        used[Tier.CPU] = used.get(Tier.CPU, 0) + sum(sizes.values())
+        if problem.durable:
+            used[DRIVE] = used.get(DRIVE, 0) + 2 * sum(problem.durable_bytes(index).values())
+        choices += of_chunks.of(index, streaming=streaming)
     chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
     if chosen is None:
         return None
@@ -81,63 +76,29 @@ def cheapest_homes(
     return Placement(tuple(homes), frozenset(choice.chunk for choice in chosen if choice.streamed))
 
 
-def _seconds(
-    problem: Problem,
-    homes: Mapping[PlaneKind, Tier],
-    index: int,
-    times: int,
-    speeds: Speeds,
-    accumulate: int,
-    streamed: bool = False,
-) -> dict[str, float]:
-    """What a chunk costs in a step, by track, with its weights gathered ``times``."""
-    moved: Traffic = update_traffic(problem, homes, index, streamed=streamed)
-    for traffic, repeats in (
-        (fetch_traffic(problem, homes, index), times),
-        (gradient_traffic(problem, homes, index, streamed=streamed), accumulate),
-    ):
-        for boundary, num_bytes in traffic.items():
-            moved[boundary] += repeats * num_bytes
-    seconds: dict[str, float] = {}
-    for boundary, num_bytes in moved.items():
-        track = _track(boundary)
-        seconds[track] = seconds.get(track, 0.0) + speeds.seconds(boundary, num_bytes)
-    chunk = problem.layout.chunks[index]
-    if chunk.trainable:
-        on_gpu = update_tier(problem, homes, streamed=streamed) is Tier.GPU
-        each = speeds.update(Tier.GPU if on_gpu else Tier.CPU, problem.rule.of(chunk.exact))
-        seconds["update gpu" if on_gpu else "update"] = each * chunk.numel / problem.layout.ranks
-    return seconds
-
-
 def _track(boundary: Boundary) -> str:
     """What works on a move: of a drive both directions at once, as what it reads it does not write."""
     return boundary.outer.value if boundary.outer.in_files else boundary.way.figure
 
 
-class _ChunkChoices:
-    """Lists the choices there are for one chunk, each against all its planes on the CPU tier.
+class _Choices:
+    """The choices that there are for each chunk, each against all its planes on the CPU tier."""
 
-    Args:
-        accumulate: micro-batches of a step.
-    """
-
-    def __init__(self, problem: Problem, index: int, fetches: FetchCounts, speeds: Speeds, accumulate: int):
+    def __init__(self, problem: Problem, fetches: Sequence[int], speeds: Speeds, accumulate: int):
         self._problem = problem
-        self._index = index
         self._fetches = fetches
         self._speeds = speeds
         self._accumulate = accumulate
-        self._sizes = problem.sizes[index]
-        self._seconds_on_cpu = self._seconds_with({}, fetches.at_most)
 
-    def all(self, *, streaming: bool) -> Iterator[HomeChoice]:
-        """List them in one order, by which ties between them are broken.
+    def of(self, index: int, *, streaming: bool) -> Iterator[HomeChoice]:
+        """Those of a chunk in one order, by which ties between them are broken.
 
         ``streaming``: an update may be streamed through the GPU.
         """
-        problem, make, (most, least) = self._problem, self._make, self._fetches
-        everything = list(self._sizes)
+        problem, make, most = self._problem, partial(self._make, index), self._fetches[index]
+        chunk = problem.layout.chunks[index]
+        least = min(most, 1 if chunk.trainable else 0)  # a frozen one stays from step to step
+        everything = list(problem.sizes[index])
         grads = [kind for kind in GRADS if kind in everything]
         saves_fetches = least < most  # where gathered weights stay between forward and backward
         # Weights that live on the GPU: among ranks each of them has only a part.
@@ -149,7 +110,7 @@ class _ChunkChoices:
                 yield make([WEIGHTS], Tier.GPU, times=from_gpu)
             if saves_fetches:
                 yield make([], Tier.GPU, excludes=[WEIGHTS], times=least, stays=True)
-            if streaming and problem.layout.chunks[self._index].trainable:
+            if streaming and chunk.trainable:
                 # Each excludes every other choice: what an update brings depends on all homes at once.
                 for kinds in ([], [WEIGHTS], grads, [WEIGHTS, *grads]) if grads else ([], [WEIGHTS]):
                     fetched = from_gpu if WEIGHTS in kinds else most
@@ -169,6 +130,7 @@ class _ChunkChoices:
 
     def _make(
         self,
+        index: int,
         kinds: Sequence[PlaneKind],
         tier: Tier,
         *,
@@ -184,43 +146,47 @@ class _ChunkChoices:
             excludes: the planes that no other choice may place as well, if they are not just ``kinds``.
             stays: gathered weights stay between forward and backward.
         """
-        problem = self._problem
-        after = self._seconds_with(dict.fromkeys(kinds, tier), times, streamed=streamed)
-        before = self._seconds_on_cpu
+        problem, sizes = self._problem, self._problem.sizes[index]
+        after = self.seconds_with(index, dict.fromkeys(kinds, tier), times, streamed=streamed)
+        before = self.seconds_with(index, {}, self._fetches[index])
         # In one order: what is added up of these in another one may round to another choice on another rank.
         change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in (after | before)}
         num_bytes: Counter[Tier] = Counter()
         for kind in kinds:
             # What is durable has slots on the drive wherever it lives: living there takes no more.
-            has_slots = tier is DRIVE and kind in problem.durable_bytes(self._index)
-            num_bytes[tier] += 0 if has_slots else self._sizes[kind]
-            num_bytes[Tier.CPU] -= self._sizes[kind]
+            has_slots = tier is DRIVE and kind in problem.durable_bytes(index)
+            num_bytes[tier] += 0 if has_slots else sizes[kind]
+            num_bytes[Tier.CPU] -= sizes[kind]
         if stays:
-            num_bytes[problem.compute] += problem.window_bytes(self._index)
+            num_bytes[problem.compute] += problem.window_bytes(index)
         homes = dict.fromkeys(kinds, tier)
-        return HomeChoice(self._index, homes, tuple(excludes or kinds), change, num_bytes, streamed)
+        return HomeChoice(index, homes, tuple(excludes or kinds), change, num_bytes, streamed)
 
-    def _seconds_with(self, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False) -> dict[str, float]:
-        """What the chunk costs in a step with ``homes`` and all else on the CPU tier."""
-        homes = {**dict.fromkeys(self._sizes, Tier.CPU), **homes}
-        return _seconds(self._problem, homes, self._index, times, self._speeds, self._accumulate, streamed)
-
-
-def _all_on_cpu(
-    problem: Problem, fetches: Sequence[FetchCounts], speeds: Speeds, accumulate: int, streaming: bool
-) -> tuple[dict[str, float], dict[Tier, int]]:
-    seconds: dict[str, float] = {}
-    used = dict.fromkeys(problem.budgets, 0)
-    for index, sizes in enumerate(problem.sizes):
-        homes = dict.fromkeys(sizes, Tier.CPU)
-        for track, value in _seconds(problem, homes, index, fetches[index].at_most, speeds, accumulate).items():
-            seconds[track] = seconds.get(track, 0.0) + value
-        used[Tier.CPU] += sum(sizes.values())
-        if problem.durable:
-            used[DRIVE] += 2 * sum(problem.durable_bytes(index).values())
-    for tier, num_bytes in problem.spoken_for(streams=streaming).items():
-        used[tier] = used.get(tier, 0) + num_bytes
-    return seconds, used
+    def seconds_with(
+        self, index: int, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False
+    ) -> dict[str, float]:
+        """What a chunk costs in a step, by track, with ``homes``, all else on the CPU tier, and its weights gathered
+        ``times``.
+        """
+        problem, speeds = self._problem, self._speeds
+        homes = {**dict.fromkeys(problem.sizes[index], Tier.CPU), **homes}
+        moved: Traffic = update_traffic(problem, homes, index, streamed=streamed)
+        for traffic, repeats in (
+            (fetch_traffic(problem, homes, index), times),
+            (gradient_traffic(problem, homes, index, streamed=streamed), self._accumulate),
+        ):
+            for boundary, num_bytes in traffic.items():
+                moved[boundary] += repeats * num_bytes
+        seconds: dict[str, float] = {}
+        for boundary, num_bytes in moved.items():
+            track = _track(boundary)
+            seconds[track] = seconds.get(track, 0.0) + speeds.seconds(boundary, num_bytes)
+        chunk = problem.layout.chunks[index]
+        if chunk.trainable:
+            tier = update_tier(problem, homes, streamed=streamed)
+            each = speeds.update(tier, problem.rule.of(chunk.exact))
+            seconds["update gpu" if tier is Tier.GPU else "update"] = each * chunk.numel / problem.layout.ranks
+        return seconds
 
 
 def _solve(

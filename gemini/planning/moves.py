@@ -195,6 +195,11 @@ class Gap(NamedTuple):
     start: int
     stop: int
 
+    def is_over(self, moment: int) -> bool:
+        if self.start < self.stop:
+            return self.start <= moment < self.stop
+        return moment < self.stop or moment >= self.start
+
 
 def _gaps(found: Sequence[MomentRun], lasting: frozenset[int]) -> list[Gap]:
     by_chunk: defaultdict[int, list[MomentRun]] = defaultdict(list)
@@ -220,15 +225,18 @@ def _choose(
     from scipy.sparse import csr_matrix
 
     free = [room - sum(sizes[i] for i in access.chunks if i in sizes) for access in accesses]
-    rows = _binding_rows(gaps, free)
+    # The least room of the moments that the same gaps are over.
+    rows: dict[tuple[int, ...], int] = {}
+    for moment, left in enumerate(free):
+        if over := tuple([column for column, gap in enumerate(gaps) if gap.is_over(moment)]):
+            rows[over] = min(left, rows.get(over, left))
     if not rows:
         return set(gaps)
     unit = gcd(*(sizes[gap.chunk] for gap in gaps))
-    columns = {gap: column for column, gap in enumerate(gaps)}
-    entries = [(row, columns[gap], sizes[gap.chunk] // unit) for row, (_, over) in enumerate(rows) for gap in over]
+    entries = [(row, column, sizes[gaps[column].chunk] // unit) for row, over in enumerate(rows) for column in over]
     where_row, where_column, values = zip(*entries, strict=True)
     matrix = csr_matrix((values, (where_row, where_column)), shape=(len(rows), len(gaps)))
-    limits = [free[moment] // unit for moment, _ in rows]  # whole units: a tighter relaxation
+    limits = [left // unit for left in rows.values()]  # whole units: a tighter relaxation
     most = max(saved.values())
     # The number of nodes is limited and not the time: what is chosen must not depend on how busy the machine is.
     solution = milp(
@@ -241,41 +249,6 @@ def _choose(
     if solution.x is None:
         return set()
     return {gap for gap, share in zip(gaps, solution.x, strict=True) if share > 0.5}
-
-
-def _binding_rows(gaps: Sequence[Gap], free: Sequence[int]) -> list[tuple[int, list[Gap]]]:
-    """Moments whose room can be short, with the gaps over each.
-
-    A row that another one implies (all its gaps are over that moment too, which has no more room) is left out: of a
-    whole forward, in which gaps only begin, a few moments remain.
-    """
-    begin: dict[int, list[Gap]] = {}
-    end: dict[int, list[Gap]] = {}
-    over: dict[Gap, None] = {}
-    for gap in gaps:
-        begin.setdefault(gap.start, []).append(gap)
-        end.setdefault(gap.stop, []).append(gap)
-        if gap.stop <= gap.start:
-            over[gap] = None
-    kept: list[tuple[int, list[Gap]]] = []
-    growing: list[tuple[int, list[Gap]]] = []  # no gap has ended since the first of these
-    for moment, room in enumerate(free):
-        ended, begun = end.get(moment, ()), begin.get(moment, ())
-        if ended:
-            kept += growing
-            growing = []
-        for gap in ended:
-            over.pop(gap, None)
-        for gap in begun:
-            over[gap] = None
-        if not over:
-            continue
-        if kept and not growing and not begun and free[kept[-1][0]] <= room:
-            continue  # gaps have only ended since then
-        while growing and free[growing[-1][0]] >= room:
-            growing.pop()
-        growing.append((moment, list(over)))
-    return kept + growing
 
 
 def _moves_of(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
-from gemini.planning.homes import FetchCounts, cheapest_homes
+from gemini.planning.homes import cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
@@ -381,17 +381,13 @@ class Planner:
         return best[1]
 
     def _homes(self, problem: Problem, *, streaming: bool) -> Placement | None:
+        sizes = {i: problem.window_bytes(i) for i in range(len(problem.layout.chunks))}
         steps = accesses(self.trace, problem.layout)
-        every = range(len(problem.layout.chunks))
-        sizes = {i: problem.window_bytes(i) for i in every}
-        lasting = frozenset(i for i in every if not problem.layout.chunks[i].trainable)
         poorest = moves_by_policy(steps, sizes=sizes, room=problem.working_set, policy=NextUse())
-        counts = Counter(i for moves in poorest for i in moves.fetch)
-        n = self.accumulate
-        fetches = [FetchCounts(n * counts[i], min(n * counts[i], 0 if i in lasting else 1)) for i in every]
+        counts, n = Counter(i for moves in poorest for i in moves.fetch), self.accumulate
         return cheapest_homes(
             problem,
-            fetches,
+            [n * counts[i] for i in sizes],
             self.speeds,
             accumulate=n,
             overlapped=self.overlapped,
