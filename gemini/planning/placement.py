@@ -398,7 +398,12 @@ def check_fits(problem: Problem, placement: Placement) -> None:
         ValueError: if it streams updates that do not exist (frozen chunks), or where there is no GPU, or puts into
             a file what stays in memory.
     """
-    _check_streamed(problem, placement)
+    if placement.streamed and problem.compute is not Tier.GPU:
+        raise ValueError("the placement streams updates through a GPU, and this machine has none: leave streamed= out")
+    if frozen := [index for index in placement.streamed if not problem.layout.chunks[index].trainable]:
+        raise ValueError(
+            f"the placement streams updates of frozen chunks {sorted(frozen)}: leave them out of streamed="
+        )
     for homes in placement.homes:
         filed = [kind for kind in homes if homes[kind] in FILED and kind in problem.rule.in_memory]
         if filed:
@@ -418,29 +423,7 @@ def check_fits(problem: Problem, placement: Placement) -> None:
     ]
     raise BudgetExceeded(
         f"the model ({layout.payload:,} params, {problem.precision}, gradients={problem.gradients!r}) does not fit: "
-        f"{'; '.join(lines)}. Cheapest change: "
-        f"{_without_streaming(problem, placement, used) or _cheapest_change(problem, missing)}"
-    )
-
-
-def _check_streamed(problem: Problem, placement: Placement) -> None:
-    frozen = [index for index in placement.streamed if not problem.layout.chunks[index].trainable]
-    if placement.streamed and problem.compute is not Tier.GPU:
-        raise ValueError("the placement streams updates through a GPU, and this machine has none: leave streamed= out")
-    if frozen:
-        raise ValueError(
-            f"the placement streams updates of frozen chunks {sorted(frozen)}: leave them out of streamed="
-        )
-
-
-def _without_streaming(problem: Problem, placement: Placement, used: Mapping[Tier, int]) -> str | None:
-    """The remedy where it is only the staging of streamed updates that does not fit."""
-    fewer = bytes_per_tier(problem, replace(placement, streamed=frozenset()))
-    if not placement.streamed or any(n > problem.budgets.get(tier, 0) for tier, n in fewer.items()):
-        return None
-    return (
-        f"raise the gpu budget to at least {_at_least(used[Tier.GPU])}, or stream no updates (updates_on_gpu=0): their "
-        f"staging takes {human_bytes(problem.device_staging)}"
+        f"{'; '.join(lines)}. Cheapest change: {_cheapest_change(problem, missing)}"
     )
 
 
@@ -466,22 +449,14 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
             if needed[tier] <= budgets.get(tier, 0):  # it is this placement that does not fit
                 return "placement='auto', which these budgets hold"
             if tier not in budgets:
-                whole = _without_a_drive(problem)
+                roomy = replace(problem, budgets={**budgets, Tier.CPU: 2**62})
+                whole = bytes_per_tier(roomy, fill_fastest(roomy))[Tier.CPU]
                 return (
                     f"give nvme_path= and nvme={_at_least(needed[tier])}, or raise the {below[-1].value} budget to "
                     f"{_at_least(whole)}"
                 )
             return f"raise the {tier.value} budget to {_at_least(needed[tier])}"
     return "raise " + " and ".join(f"the {tier.value} budget by {_at_least(gap)}" for tier, gap in missing.items())
-
-
-def _without_a_drive(problem: Problem) -> int:
-    """Bytes of host memory with which nothing has to live on NVMe."""
-    if problem.compute is Tier.GPU:
-        roomy = replace(problem, budgets={**problem.budgets, Tier.CPU: 2**62})
-        return bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))[Tier.CPU]
-    planes = sum(sum(own.values()) for own in problem.sizes)
-    return planes + sum(problem.spoken_for(gathers=problem.precision == "fp16", stages=False).values())
 
 
 def _at_least(num_bytes: int) -> str:

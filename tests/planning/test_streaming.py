@@ -134,8 +134,7 @@ def test_staging_on_the_device_is_taken_only_where_something_is_streamed() -> No
     with pytest.raises(BudgetExceeded) as error:
         check_fits(tight, Placement(homes, frozenset({1})))
     assert "1 B missing on gpu" in str(error.value)
-    assert f"raise the gpu budget to at least {without[GPU] + 500} B, or stream no updates" in str(error.value)
-    assert "their staging takes 500 B" in str(error.value)
+    assert "placement='auto', which these budgets hold" in str(error.value)
     check_fits(replace(tight, budgets={**tight.budgets, GPU: without[GPU] + 500}), Placement(homes, frozenset({1})))
     with pytest.raises(BudgetExceeded, match="Cheapest change: raise the gpu budget to at least"):
         check_fits(replace(tight, budgets={**tight.budgets, GPU: N}), Placement(homes, frozenset({1})))
