@@ -35,7 +35,7 @@ _NAMES = {
     "gemini.tracing.tracer": "MemoryTracer",
     "gemini.train.averages": "EMA",
     "gemini.train.checkpoint.saving": "PendingCheckpoint load_checkpoint save_checkpoint",
-    "gemini.train.checkpoint.weights": "weights_for",
+    "gemini.train.checkpoint.export": "weights_for",
     "gemini.train.context": "sequence_batch",
     "gemini.train.ddp": "GeminiDDP",
     "gemini.train.loading.from_config": "from_config",
@@ -79,10 +79,10 @@ if TYPE_CHECKING:
     from gemini.tracing.ahead import trace as trace
     from gemini.tracing.tracer import MemoryTracer as MemoryTracer
     from gemini.train.averages import EMA as EMA
+    from gemini.train.checkpoint.export import weights_for as weights_for
     from gemini.train.checkpoint.saving import PendingCheckpoint as PendingCheckpoint
     from gemini.train.checkpoint.saving import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint
-    from gemini.train.checkpoint.weights import weights_for as weights_for
     from gemini.train.context import sequence_batch as sequence_batch
     from gemini.train.ddp import GeminiDDP as GeminiDDP
     from gemini.train.loading.from_config import from_config as from_config

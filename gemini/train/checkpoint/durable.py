@@ -59,13 +59,8 @@ class StoreHome(CheckpointHome):
     written. What the commit before names is not overwritten until all ranks have theirs, so that a run which is killed
     anywhere goes on from this step or from the one before.
 
-    It may be made while updates of the step are in flight. Changes of later steps wait for the record (``before_write``
-    of :mod:`gemini.train.checkpoint.write`), which is there long before their gradients are.
-
-    Args:
-        sources: what this rank keeps of every master and state.
-        pending: updates of the step that are in flight, by chunk.
-        changed: the chunks that are not in the store as they are.
+    It may be made while updates of the step are in flight, ``pending`` by chunk. Changes of later steps wait for the
+    record (``before_write`` of :mod:`gemini.train.checkpoint.write`), which is there long before their gradients are.
     """
 
     def __init__(
@@ -192,11 +187,7 @@ class _PageRun(NamedTuple):
 
 
 class SlotReader(TensorFile):
-    """The slots of one rank as a file of tensors.
-
-    Raises:
-        StorageError: if the file is missing or cut short.
-    """
+    """The slots of one rank as a file of tensors. Raises StorageError if the file is missing or cut short."""
 
     def __init__(self, paths: Sequence[Path], layout: dict[str, Any], runs: dict[str, Any]):
         self._paths, self.path = paths, paths[0]
@@ -223,9 +214,7 @@ class SlotReader(TensorFile):
 
     def check(self, name: str, piece: int, sums: Sequence[int]) -> None:
         """Compare the sums of the record, once each: they are of what was written at once, of one tensor or several.
-
-        Raises:
-            StorageError: if something that the tensor lies in is not what was written.
+        Raises StorageError if something that the tensor lies in is not what was written.
         """
         plane, at = self._places[name]
         for run in self._runs(plane, at, at + self.specs[name].num_bytes):
@@ -252,40 +241,29 @@ class SlotReader(TensorFile):
             page += count
 
     def _compare(self, plane: str, run: _PageRun) -> None:
-        """Read a run, and compare its sum if it has one.
-
-        Raises:
-            StorageError: if it cannot be read, or is not what was written.
+        """Read a run, and compare its sum if it has one. Raises StorageError if it cannot be read, or is not what was
+        written.
         """
         # Nothing was ever written there, and nothing is read.
         if run.slot == ZEROS:
             return
         _, offset, size = self.slots[plane]
-        position = offset + run.slot * size + run.first * PAGE
+        position, num_bytes, crc, why = offset + run.slot * size + run.first * PAGE, run.pages * PAGE, 0, ""
         try:
-            crc = self._crc_of(position, run.pages * PAGE)
+            buffer = torch.empty(min(_AT_ONCE, num_bytes), dtype=torch.uint8, device="cpu")
+            with self._all_opened() as files:
+                for at in range(0, num_bytes, _AT_ONCE):
+                    # The last one may be shorter.
+                    part = buffer[: num_bytes - at]
+                    self._fill(files, position + at, bytes_of(part))
+                    crc = crc32(part, crc)
         except StorageError as e:
-            raise self._damage(plane, run, position, str(e)) from e
+            why = str(e)
         # Without a sum all that can be seen is that it can be read.
-        if run.crc is not None and crc != run.crc:
-            raise self._damage(plane, run, position, "they are not what was written")
-
-    def _crc_of(self, position: int, num_bytes: int) -> int:
-        """Read bytes of the file, a part of them at once, and sum them up."""
-        crc = 0
-        buffer = torch.empty(min(_AT_ONCE, num_bytes), dtype=torch.uint8, device="cpu")
-        with self._all_opened() as files:
-            for at in range(0, num_bytes, _AT_ONCE):
-                # The last one may be shorter.
-                part = buffer[: num_bytes - at]
-                self._fill(files, position + at, bytes_of(part))
-                crc = crc32(part, crc)
-        return crc
-
-    def _damage(self, plane: str, run: _PageRun, position: int, what: str) -> StorageError:
-        """Say what is wrong with a run, and whose values are in it."""
+        if not why and run.crc in (None, crc):
+            return
         kind, _, chunk = plane.rpartition("/")
-        start, stop = run.first * PAGE, (run.first + run.pages) * PAGE
+        start, stop = run.first * PAGE, run.first * PAGE + num_bytes
         held = [
             name
             for name, (of, at) in self._places.items()
@@ -294,9 +272,10 @@ class SlotReader(TensorFile):
         params = f", of {held[0]}" if held else ""
         if len(held) > 1:
             params += f" and {len(held) - 1} more"
-        return StorageError(
+        raise StorageError(
             f"{self.path} is damaged in the {kind} of chunk {chunk}{params}, {run.pages} pages from byte {position}: "
-            f"{what}. Check the drive; resume from a checkpoint, or start anew in another folder"
+            f"{why or 'they are not what was written'}. Check the drive; resume from a checkpoint, or start anew in "
+            "another folder"
         )
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
@@ -349,10 +328,8 @@ def open_store(directory: Path) -> Stored:
 
 
 def committed_extra(directory: Path) -> Any:
-    """The ``extra`` of the last commit, which nobody is writing at.
-
-    Raises:
-        StorageError: if there is none, it is damaged, or another run uses the store.
+    """The ``extra`` of the last commit, which nobody is writing at. Raises StorageError if there is none, it is
+    damaged, or another run uses the store.
     """
     with reading(directory, None):
         stored = open_store(directory)

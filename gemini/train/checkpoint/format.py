@@ -153,10 +153,8 @@ class TensorSpec(NamedTuple):
 
 
 class TensorFileWriter:
-    """A safetensors file under way. It is on the disk after ``close``.
-
-    Raises:
-        StorageError: from every method, if the disk is full or fails.
+    """A safetensors file under way. It is on the disk after ``close``. Raises StorageError from every method, if the
+    disk is full or fails.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]):
@@ -210,10 +208,8 @@ class TensorFileWriter:
 
 
 class TensorFile:
-    """A safetensors file, read range by range. Behind a header with the right checksum stands what was written.
-
-    Raises:
-        StorageError: if it is missing or cut short, or its header is not what was written.
+    """A safetensors file, read range by range. Behind a header with the right checksum stands what was written. Raises
+    StorageError if it is missing or cut short, or its header is not what was written.
     """
 
     def __init__(self, path: Path, header_checksum: int):
@@ -260,20 +256,14 @@ class TensorFile:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A file to read from.
-
-    Raises:
-        StorageError: if it cannot be.
-    """
+    """A file to read from. Raises StorageError if it cannot be."""
     with of_storage(f"cannot read {path}"):
         return open(path, "rb")
 
 
 def read_all(file: BinaryIO, path: Path, position: int, view: memoryview, too_short: str) -> None:
-    """Fill ``view`` from byte ``position`` of a file on, which one read need not do.
-
-    Raises:
-        StorageError: if the drive refuses; or with the words ``too_short``, if the file ends before.
+    """Fill ``view`` from byte ``position`` of a file on, which one read need not do. Raises StorageError if the drive
+    refuses; or with the words ``too_short``, if the file ends before.
     """
     while view:
         with of_storage(f"cannot read {path}"):
@@ -296,10 +286,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def check_target(final: Path, asked: str | os.PathLike[str]) -> None:
-    """Refuse to write over what is not a checkpoint, or where nothing can be written.
-
-    Raises:
-        StorageError: saying which.
+    """Refuse to write over what is not a checkpoint, or where nothing can be written. Raises StorageError, saying
+    which.
     """
     with of_storage(f"cannot save a checkpoint as {final}"):
         check_renamable(final, asked)
@@ -320,11 +308,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read what stands in the manifest.
-
-    Raises:
-        StorageError: if it is missing, damaged, or of another format or version.
-    """
+    """Read the manifest. Raises StorageError if it is missing, damaged, or of another format or version."""
     try:
         data = json.loads((path / MANIFEST).read_bytes())
     except FileNotFoundError as e:
@@ -357,10 +341,8 @@ def manifest_of(data: dict[str, Any], path: Path) -> Manifest:
 
 
 def open_files(path: Path, manifest: Manifest) -> tuple[dict[str, TensorFile], list[torch.Tensor]]:
-    """The files of a checkpoint by name, and the tensors that plain values refer to, by number.
-
-    Raises:
-        StorageError: if a file is missing or cut short, or its header or one of these tensors is damaged.
+    """The files of a checkpoint by name, and the tensors that plain values refer to, by number. Raises StorageError if
+    a file is missing or cut short, or its header or one of these tensors is damaged.
     """
     opened = {name: TensorFile(path / name, listed.header) for name, listed in manifest.files.items()}
     file, listed = opened[VALUES], manifest.files[VALUES].tensors
@@ -384,10 +366,8 @@ def _checksum(manifest: dict[str, Any]) -> int:
 
 
 def encode(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) -> Any:
-    """``value`` as JSON data; tensors are appended to ``tensors`` and referred to by number.
-
-    Raises:
-        TypeError: naming the place of a value that is none of the above.
+    """``value`` as JSON data; tensors are appended to ``tensors`` and referred to by number. Raises TypeError, naming
+    the place of a value that is none of the above.
     """
     if depth > _MAX_DEPTH:
         raise TypeError(

@@ -39,10 +39,8 @@ def face_of(rule: RuleSpec) -> RuleSpec:
 
 
 def check_rule(path: Path, saved: RuleSpec, here: RuleSpec) -> None:
-    """Refuse states that a model of the rule ``here`` cannot take over.
-
-    Raises:
-        PlanMismatch: for states of another rule, and for compact ones of another form.
+    """Refuse states that a model of the rule ``here`` cannot take over. Raises PlanMismatch for states of another rule,
+    and for compact ones of another form.
     """
     if face_of(saved) != face_of(here):
         raise PlanMismatch(
@@ -150,10 +148,8 @@ class Reader:
         self.started = False
 
     def check(self, rank: int, size: int) -> None:
-        """Compare this rank's share of the checksums, one of ``size``. That no part is missing is known already.
-
-        Raises:
-            StorageError: naming the file and tensor that is not what was written.
+        """Compare this rank's share of the checksums, one of ``size``. That no part is missing is known already. Raises
+        StorageError, naming the file and tensor that is not what was written.
         """
         for file, name, entry in self._entries[rank::size]:
             file.check(name, self._piece, entry.sums)

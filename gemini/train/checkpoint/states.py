@@ -130,10 +130,8 @@ class ModelPart(NamedTuple):
 
 
 def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_names: ByName) -> ModelPart:
-    """Collect what this process has.
-
-    Raises:
-        TypeError: for params of the optimizer that are not managed, of a model in stages: there are no names for them.
+    """Collect what this process has. Raises TypeError for params of the optimizer that are not managed, of a model in
+    stages: there are no names for them.
     """
     handles = params.handles
     if params.of_stages and any(handle_of(param) is None for param in params_of(optimizer)):
@@ -148,10 +146,8 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
 
 
 def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> ModelPart:
-    """Put all stages together, in the order of the whole model.
-
-    Raises:
-        RankMismatch: if they have other numbers of param groups.
+    """Put all stages together, in the order of the whole model. Raises RankMismatch if they have other numbers of param
+    groups.
     """
     first = parts[0]
     if len({len(part.groups) for part in parts}) > 1:
@@ -250,10 +246,8 @@ class Rest:
 
     def load_own(self, ranks: Handshake, writing: ExitStack) -> None:
         """Give the model what its state had beside params, and the scheduler its state, on all ranks or none: first of
-        all, since they may refuse. Then Ctrl-C waits until ``writing`` ends.
-
-        Raises:
-            PlanMismatch: naming what they do not take. They are as they were.
+        all, since they may refuse. Then Ctrl-C waits until ``writing`` ends. Raises PlanMismatch, naming what they do
+        not take. They are as they were.
         """
         with undone_on_error(self._model, self._by_names), _taken_back_on_error(self._scheduler, self._optimizer):
             ranks.step(self._load_own, lambda _: None)
@@ -369,10 +363,8 @@ def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision:
 def _compared_groups(
     path: Path, saved: list[dict[str, Any]], optimizer: HybridOptimizer, params: ParamSet
 ) -> list[dict[str, Any]]:
-    """Compare saved groups with the optimizer's, and return what of them is to be taken over.
-
-    Raises:
-        PlanMismatch: if they are of other params, or of Adam here and of AdamW there.
+    """Compare saved groups with the optimizer's, and return what of them is to be taken over. Raises PlanMismatch if
+    they are of other params, or of Adam here and of AdamW there.
     """
     saved, here = own_groups(saved, params), own_groups(groups_of(optimizer), params)
     if [group["params"] for group in saved] != [group["params"] for group in here]:

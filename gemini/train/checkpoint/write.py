@@ -498,10 +498,7 @@ class PendingCheckpoint(WriteObserver):
 
     def end(self, observers: WriteObservers) -> None:
         """Wait for it, and note that it is over: nobody is told of changes for it any more. Called by the training
-        thread.
-
-        Raises:
-            GeminiError: what nobody has asked for yet, once.
+        thread. Raises what nobody has asked for yet, once.
         """
         self.join()
         observers.remove(self)
