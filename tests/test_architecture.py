@@ -31,7 +31,6 @@ FLOORS = [
         "gemini.sharing",
         "gemini.tiers",
         "gemini.waiting",
-        "gemini.memory.chunks.states",
         "gemini.version",
     ),  # fmt: skip
     ("gemini.planning",),

@@ -32,7 +32,7 @@ from gemini.interrupts import call_without_grad
 from gemini.memory.devices import device
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import FramePool, PageWindow, Window
-from gemini.memory.movement.worker import Job, JobThread
+from gemini.memory.movement.transfers import Job, JobThread
 from gemini.testing import StandinDevice
 from gemini.waiting import Latch
 

@@ -24,8 +24,7 @@ from gemini import kernels
 from gemini.errors import human_bytes
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
-from gemini.memory.movement.mover import tiles
-from gemini.memory.movement.staging import SLOTS
+from gemini.memory.movement.mover import SLOTS, tiles
 from gemini.memory.nvme import Extent, SpillFile, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.optim.around import CompactRule

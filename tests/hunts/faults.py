@@ -14,7 +14,7 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PageWindow
 from gemini.memory.movement.manager import Manager
-from gemini.memory.movement.worker import Job
+from gemini.memory.movement.transfers import Job
 from gemini.train.observers import WriteObservers
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass

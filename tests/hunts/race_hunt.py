@@ -44,7 +44,7 @@ from gemini import kernels  # noqa: E402
 from gemini.errors import parse_bytes  # noqa: E402
 from gemini.memory.devices.cuda import CudaDevice  # noqa: E402
 from gemini.memory.devices.pages import PageWindow, StorageWindow  # noqa: E402
-from gemini.memory.movement.worker import JobThread  # noqa: E402
+from gemini.memory.movement.transfers import JobThread  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
 from gemini.planning import working  # noqa: E402
 from gemini.testing import RandomClock, StandinDevice  # noqa: E402

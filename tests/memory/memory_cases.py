@@ -19,8 +19,7 @@ from torch import nn
 import gemini
 from benchmarks._progress import run
 from gemini.ledger import Ledger
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, make_plane
-from gemini.memory.chunks.states import Use
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, Use, make_plane
 from gemini.memory.devices.device import Device
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover

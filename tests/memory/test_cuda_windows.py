@@ -17,7 +17,7 @@ import torch
 from cuda_runtime import Runtime, Tensor, bytes_of, make_window, on_card
 from memory_cases import World
 
-from gemini.memory.chunks.states import Use
+from gemini.memory.chunks.chunk import Use
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.cuda_windows import CudaWindow, LastUses
 from gemini.memory.devices.device import Event

@@ -17,13 +17,11 @@ from memory_cases import MASTER, World
 
 from gemini import waiting
 from gemini.errors import GeminiError
-from gemini.memory.chunks.chunk import make_plane
-from gemini.memory.chunks.states import Use
+from gemini.memory.chunks.chunk import Use, make_plane
 from gemini.memory.devices.device import AllOf, Event
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
-from gemini.memory.movement.mover import Working
-from gemini.memory.movement.staging import StagingSet, _Memory
+from gemini.memory.movement.mover import StagingSet, Working, _Memory
 from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.layout import ALIGN
 from gemini.planning.plan import Moves

@@ -16,7 +16,7 @@ from memory_cases import World
 
 from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
 from gemini.ledger import WELCOME, Ledger
-from gemini.memory.chunks.states import USE_TABLE, Use, UseChange
+from gemini.memory.chunks.chunk import USE_TABLE, Use, UseChange
 from gemini.memory.devices import device as devices
 from gemini.memory.devices.device import CpuDevice, Device
 from gemini.planning.layout import ALIGN
@@ -268,7 +268,7 @@ def test_overtaken_copies_are_dropped_now_or_at_release(make_world: Callable[[li
 
 
 def test_illegal_steps_are_errors() -> None:
-    from gemini.memory.chunks.states import step
+    from gemini.memory.chunks.chunk import step
 
     for use in Use:
         for event in UseChange:

@@ -22,8 +22,7 @@ from gemini.errors import GeminiError, StorageError
 from gemini.ledger import Ledger
 from gemini.memory.devices.device import CpuDevice, Event
 from gemini.memory.movement.mover import Mover
-from gemini.memory.movement.transfers import Held, Lane, Transfer, Transfers
-from gemini.memory.movement.worker import Errand, JobThread, Worker
+from gemini.memory.movement.transfers import Errand, Held, JobThread, Lane, Transfer, Transfers, Worker
 from gemini.tiers import Tier
 
 
@@ -283,7 +282,7 @@ def test_the_interpreter_ends_with_a_worker_at_work() -> None:
     """In the middle of native code, and with more that waits: nothing hangs, nothing is printed."""
     code = (
         "import torch\n"
-        "from gemini.memory.movement.worker import Worker\n"
+        "from gemini.memory.movement.transfers import Worker\n"
         "worker = Worker('busy')\n"
         "x = torch.zeros(2**22)\n"
         "jobs = [worker.submit(lambda: [x.add_(1) for _ in range(20)]) for _ in range(1000)]\n"
@@ -295,7 +294,7 @@ def test_the_interpreter_ends_with_a_worker_at_work() -> None:
 def test_the_end_of_the_interpreter_waits_for_checkpoints() -> None:
     code = (
         "import time\n"
-        "from gemini.memory.movement.worker import Errand\n"
+        "from gemini.memory.movement.transfers import Errand\n"
         "errand = Errand('test')\n"
         "for number in range(3):\n"
         "    errand.submit(lambda: time.sleep(0.2) or print('written', flush=True))\n"

@@ -9,7 +9,7 @@ import pytest
 
 from gemini import waiting
 from gemini.errors import GeminiError
-from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.movement.transfers import Job, Worker
 from gemini.train.step import Occupancy
 from gemini.waiting import PROGRESS, Latch, await_latch, is_running
 

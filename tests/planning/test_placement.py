@@ -294,7 +294,7 @@ def test_a_given_placement_is_checked_against_budgets() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "gemini", "gemini.errors", "gemini.tiers", "gemini.memory.chunks.states", "gemini.config", "gemini.planning",
+        "gemini", "gemini.errors", "gemini.tiers", "gemini.config", "gemini.planning",
         "gemini.planning.layout", "gemini.planning.placement", "gemini.planning.planes", "gemini.planning.policy",
     ],
 )  # fmt: skip

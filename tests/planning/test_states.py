@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from gemini.errors import GeminiError, IllegalTransition
-from gemini.memory.chunks.states import USE_TABLE, Use, UseChange, step
+from gemini.memory.chunks.chunk import USE_TABLE, Use, UseChange, step
 
 # Written out a second time on purpose: a change of the tables has to be meant.
 LEGAL_USE = {

@@ -11,7 +11,7 @@ import torch
 
 import gemini
 from gemini.memory.devices.device import Event
-from gemini.memory.movement.worker import Job
+from gemini.memory.movement.transfers import Job
 from gemini.memory.nvme import SpillFile
 from gemini.train.activations import flights as activation_flights
 from tests.train.test_activation_overlap import (  # noqa: F401

@@ -9,7 +9,7 @@ import torch
 
 from gemini.errors import RankLost
 from gemini.memory.devices.device import DONE, CpuDevice
-from gemini.memory.movement.worker import Worker
+from gemini.memory.movement.transfers import Worker
 from gemini.planning.script import Gather, Reduce, Script
 from gemini.train.sharding.scripted import Lanes, ScriptedStep
 

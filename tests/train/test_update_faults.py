@@ -16,8 +16,7 @@ import gemini
 from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
 from gemini.memory.movement import worker as job_worker
-from gemini.memory.movement.transfers import Lane
-from gemini.memory.movement.worker import Job, JobThread
+from gemini.memory.movement.transfers import Job, JobThread, Lane
 from gemini.memory.nvme import SpillFile
 from gemini.train.update import worker as update_worker
 from tests.train.test_updates import PLACES, Held, adam, backward, wrap

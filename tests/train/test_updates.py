@@ -17,7 +17,7 @@ import gemini
 from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.memory.chunks.states import Use
+from gemini.memory.chunks.chunk import Use
 from gemini.memory.devices.device import Event
 from gemini.tiers import Tier
 from gemini.train.update import worker as update_worker

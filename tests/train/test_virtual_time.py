@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.memory.movement.worker import Worker
+from gemini.memory.movement.transfers import Worker
 from tests import models
 from tests.virtual_time import Rates, TimedStandin, VirtualClock
 from tests.world import world_of

@@ -27,8 +27,7 @@ from typing import Protocol
 
 from gemini.interrupts import WHOLE
 from gemini.ledger import Ledger, Turn, Want
-from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.chunks.states import Use, UseChange
+from gemini.memory.chunks.chunk import Chunk, Use, UseChange
 from gemini.memory.devices.device import DONE, Device, Event
 from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover, Working

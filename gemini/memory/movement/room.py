@@ -20,8 +20,7 @@ import torch
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.ledger import NEEDED, OF_BUDGET, WELCOME, Ledger, Turn, Want
-from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.chunks.states import Use, UseChange
+from gemini.memory.chunks.chunk import Chunk, Use, UseChange
 from gemini.memory.devices.device import Device, Window
 from gemini.memory.devices.pages import in_pages
 from gemini.memory.movement.foresight import Foresight

@@ -29,8 +29,7 @@ from gemini.interrupts import WHOLE
 from gemini.ledger import WELCOME, Turn, Want
 from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.devices.device import DONE, Event
-from gemini.memory.movement.mover import Mover, Working, tiles
-from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.mover import Mover, StagingSet, Working, tiles
 from gemini.memory.movement.transfers import Held, Lane, Transfer
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS

@@ -19,8 +19,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded
 from gemini.ledger import Ledger
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, MemoryPlane, make_plane
-from gemini.memory.chunks.states import Use
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, MemoryPlane, Use, make_plane
 from gemini.memory.devices.device import Device, StorageWindow
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable.folder import StoreFolder

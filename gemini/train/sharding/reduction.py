@@ -23,8 +23,7 @@ from gemini.ledger import NEEDED, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import Working
-from gemini.memory.movement.transfers import Lane
-from gemini.memory.movement.worker import Job
+from gemini.memory.movement.transfers import Job, Lane
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
 from gemini.ranks.agree import Point, Request

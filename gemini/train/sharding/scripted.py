@@ -36,7 +36,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.movement.manager import Manager
-from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.movement.transfers import Job, Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.script import Gather, Script
 from gemini.planning.timeline import Track

@@ -24,7 +24,7 @@ from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, tiles
-from gemini.memory.movement.worker import Worker
+from gemini.memory.movement.transfers import Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind

@@ -21,8 +21,7 @@ from gemini import kernels, rules
 from gemini.errors import NonFiniteGradient
 from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.devices.device import Event
-from gemini.memory.movement.mover import Mover, tiles
-from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.mover import Mover, StagingSet, tiles
 from gemini.memory.watching import NOTHING
 from gemini.planning.layout import page_up
 from gemini.planning.planes import GRAD, RESIDUAL, WEIGHTS, PlaneKind

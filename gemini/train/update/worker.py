@@ -22,10 +22,8 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import PendingUpdate
 from gemini.memory.devices.device import DONE, Event
-from gemini.memory.movement.mover import Mover, Working
-from gemini.memory.movement.staging import StagingSet
-from gemini.memory.movement.transfers import Lane, Transfer
-from gemini.memory.movement.worker import Job, JobThread
+from gemini.memory.movement.mover import Mover, StagingSet, Working
+from gemini.memory.movement.transfers import Job, JobThread, Lane, Transfer
 from gemini.memory.system import num_cores
 from gemini.memory.watching import Moved
 from gemini.tiers import Tier
