@@ -151,12 +151,9 @@ class Pipeline:
             of_stages = params_of_stages(model, course, ranges, size)
             # While all of it is here: what is tied to another stage is cut alike.
             is_filled = fill is None
-            sliced = cut_whole(model, mesh, is_filled=is_filled)
-            spread = spread_experts(model, mesh, is_filled=is_filled)
+            whole = cut_whole(model, mesh, is_filled=is_filled) or spread_experts(model, mesh, is_filled=is_filled)
             with left_out(model, own):
-                self.model = manage(
-                    model, config, mesh=mesh, of_stages=of_stages, sliced=sliced, spread=spread, fill=fill
-                )
+                self.model = manage(model, config, mesh=mesh, of_stages=of_stages, whole=whole, fill=fill)
         self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches
         self._mesh, self._size, self._stages, self._numbers = mesh, size, own, list(numbers)
         self._numbered = [Numbered(stage) for stage in own]

@@ -34,8 +34,8 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import StageParam, Stepper, optimizer_of
 from gemini.train.passes import hooks
 from gemini.train.sharding.shards import Shards
-from gemini.train.slices.experts import SpreadExperts, spread_experts
-from gemini.train.slices.slicing import SlicedModel, compare_first_batch, cut_if_whole, cuts_in
+from gemini.train.slices.experts import spread_experts
+from gemini.train.slices.slicing import WholeParams, compare_first_batch, cut_if_whole, cuts_in
 
 Undo = Callable[[nn.Module], None]
 """Takes back one change of the model that it is given."""
@@ -67,8 +67,7 @@ def manage(
     mesh: Any = None,
     fill: Fill | None = None,
     of_stages: Mapping[str, StageParam] | None = None,
-    sliced: SlicedModel | None = None,
-    spread: SpreadExperts | None = None,
+    whole: WholeParams | None = None,
     structure: Structure | None = None,
     managed_class: Callable[[type[nn.Module]], type[nn.Module]],
 ) -> nn.Module:
@@ -77,22 +76,21 @@ def manage(
     Args:
         fill: for a model whose params hold no values yet.
         of_stages: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
-        sliced, spread: what the model became when it was cut; without it the model is cut here where the mesh says so.
+        whole: what the model was when it was cut; without it the model is cut here where the mesh says so.
         structure: of the model, if it was walked before.
         managed_class: the class of a managed model that had the given one.
     """
     changes, planned = Changes(), model
     try:
         # Before anything is planned: what is computed in tiles is gathered together.
-        sliced = sliced or cut_if_whole(model, mesh, is_filled=fill is None)
-        if sliced is not None:
-            changes.append(_to_call(sliced.give_back))
-        spread = spread or spread_experts(model, mesh, is_filled=fill is None)
+        is_filled = fill is None
+        whole = (
+            whole or cut_if_whole(model, mesh, is_filled=is_filled) or spread_experts(model, mesh, is_filled=is_filled)
+        )
         # Each undo is noted before, or as soon as, its change can have begun: an interrupt must find it in the list.
-        if spread is not None:
-            changes.append(_to_call(spread.give_back))
-        cuts = cuts_in(model) if sliced is None else sliced.by_param(model)
-        cuts |= spread.by_param(model) if spread is not None else {}
+        if whole is not None:
+            changes.append(_to_call(whole.give_back))
+        cuts = cuts_in(model) if whole is None else whole.by_param(model)
         if is_told := config.tile_tokens not in (None, "auto"):
             changes.append(_to_call(tile_tokens(model, config.tile_tokens).take_away))
             # What was walked before has not seen that tiled parts are read as a whole.
@@ -111,12 +109,12 @@ def manage(
             filled = engine.take_home(fill)
             model = model if filled is None else filled
         tokens = engine.decision.tile_tokens
-        if sliced is not None:
-            changes.append(_to_call(sliced.take_away))
-            sliced.put_on(model)
+        if whole is not None:
+            changes.append(_to_call(whole.take_away))
+            whole.put_on(model, engine.ranks)
         model.__dict__["_gemini_engine"] = engine
         changes.append(_take_from_engine)
-        engine.adoption.becomes_whole = spread is not None
+        engine.adoption.becomes_whole = whole is not None and whole.comes_back
         # With `fill` another module may have come, and "auto" has chosen its tile only now.
         if model is not planned or (tokens is not None and not is_told):
             if tokens is not None:
@@ -135,9 +133,6 @@ def manage(
             changes.append(_divide_sequences(model, engine))
         if engine.ranks.same_batch.size > 1:
             registered.append(compare_first_batch(model, engine.ranks.same_batch))
-        if spread is not None:
-            changes.append(_to_call(spread.take_away))
-            spread.put_on(model, engine.ranks)
         # Last: until here the model is an ordinary one to everybody, errors included.
         original = type(model)
         changes.append(lambda model: setattr(model, "__class__", original))
@@ -149,7 +144,7 @@ def manage(
     # From here on undoing gives the values of then, not those of before: old values free their memory.
     engine.adoption.keep()
     moved.keep()
-    for whole in filter(None, (sliced, spread)):
+    if whole is not None:
         whole.keep()
     model.__dict__["_gemini_changes"] = changes
     # Optimizers made before the wrap (with plain states) move their states into chunks.

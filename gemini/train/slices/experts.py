@@ -154,12 +154,15 @@ _MODULES, _PARAMS = "ep_dispatch_experts", "grouped_gemm"
 class SpreadExperts(WholeParams):
     """A model that has some of its experts, by the names of the ``modules`` that have them."""
 
+    comes_back = True
+
     def __init__(self, modules: list[str]):
         super().__init__()
         self._modules = modules
 
-    def put_on(self, model: nn.Module, ranks: Ranks) -> None:
+    def put_on(self, model: nn.Module, ranks: Ranks | None = None) -> None:
         """Let experts compute for the tokens of all ranks."""
+        assert ranks is not None
         here = {name: module for name, module in model.named_modules() if name in self._modules}
         most = max((int(module.num_experts) for module in here.values()), default=0)  # type: ignore[arg-type]
         exchange = ExpertExchange(ranks.experts, list(here), most)

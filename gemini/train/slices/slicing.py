@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,47 +66,43 @@ def sizes_that_divide(number: int) -> str:
     return ", ".join(str(n) for n in range(2, min(number, 64) + 1) if number % n == 0) or "none"
 
 
-class SlicePlan(NamedTuple):
-    """By the ends of names of modules their styles, and the attributes that count heads or columns of this slice."""
+class SlicePlan:
+    """By the ends of names of modules their styles: of those that are cut by ``columns`` and by ``rows``, and of
+    ``others``. ``counts``: the attributes that count heads or columns of this slice.
+    """
 
-    styles: Mapping[str, str]
-    counts: Mapping[str, tuple[str, ...]] = {}
-
-
-def _plan(
-    columns: str, rows: str, others: Mapping[str, str], counts: Mapping[str, tuple[str, ...]] | None = None
-) -> SlicePlan:
-    """A plan of modules that are cut by ``columns`` and by ``rows``, and of ``others`` with their styles."""
-    styles = dict.fromkeys(columns.split(), "colwise") | dict.fromkeys(rows.split(), "rowwise")
-    return SlicePlan({**styles, **others}, counts or {})
+    def __init__(self, columns: str, rows: str, others: Mapping[str, str], counts: Mapping[str, tuple[str, ...]]):
+        self.styles = dict.fromkeys(columns.split(), "colwise") | dict.fromkeys(rows.split(), "rowwise") | dict(others)
+        self.counts = counts
 
 
 _HEAD = {"lm_head": "colwise_gather_output"}
 PLANS = {
-    "gpt2": _plan(
+    "gpt2": SlicePlan(
         "mlp.c_fc",
         "attn.c_proj mlp.c_proj",
         {"attn.c_attn": "packed_colwise:3", **_HEAD},
         {"attn": ("split_size", "num_heads"), "attn.c_attn": ("nf",), "mlp.c_fc": ("nf",)},
     ),
-    "opt": _plan(
+    "opt": SlicePlan(
         "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1",
         "self_attn.out_proj fc2",
         _HEAD,
         {"self_attn": ("num_heads",)},
     ),
-    "bloom": _plan(
+    "bloom": SlicePlan(
         "self_attention.query_key_value mlp.dense_h_to_4h",
         "self_attention.dense mlp.dense_4h_to_h",
         {"self_attention": "alibi", **_HEAD},
         {"self_attention": ("num_heads",)},
     ),
-    "bert": _plan(
+    "bert": SlicePlan(
         "attention.self.query attention.self.key attention.self.value intermediate.dense",
         "attention.output.dense output.dense",
         {},
+        {},
     ),
-    "t5": _plan(
+    "t5": SlicePlan(
         "SelfAttention.q SelfAttention.k SelfAttention.v EncDecAttention.q EncDecAttention.k EncDecAttention.v "
         "DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1",
         "SelfAttention.o EncDecAttention.o DenseReluDense.wo",
@@ -115,6 +111,10 @@ PLANS = {
     ),
 }
 """By ``config.model_type``."""
+
+
+def _own_plan(model: nn.Module) -> SlicePlan | None:
+    return PLANS.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 def of_end(name: str, by_end: Mapping[str, object]) -> str | None:
@@ -129,14 +129,14 @@ _NOTHING = object()
 
 
 class WholeParams:
-    """The params of a model that become slices, and what they and their modules were before.
+    """The params of a model that become slices, and what they and their modules were before."""
 
-    Attributes:
-        params: by every name of a param that is cut, which slice of it is here.
-    """
+    comes_back = False
+    """Whether the model is whole again when it is released."""
 
     def __init__(self) -> None:
         self.params: dict[str, TensorSlice] = {}
+        """By every name of a param that is cut, which slice of it is here."""
         self._whole: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._before: list[tuple[nn.Module, str, Any]] = []
 
@@ -155,6 +155,12 @@ class WholeParams:
         named = dict(model.named_parameters(remove_duplicate=False))
         return {id(named[name]): cut for name, cut in self.params.items() if name in named}
 
+    def put_on(self, model: nn.Module, ranks: Ranks | None = None) -> None:
+        """Let the modules of ``model``, this one or one built alike, compute with what is here; until
+        :meth:`take_away`.
+        """
+        raise NotImplementedError
+
     def give_back(self) -> None:
         """Make the params whole again."""
         while self._whole:
@@ -165,7 +171,6 @@ class WholeParams:
         self._whole.clear()
 
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of a module until :meth:`take_away`."""
         # From the module's own dict: what its class has shows again when this is taken away.
         self._before.append((module, name, module.__dict__.get(name, _NOTHING)))
         module.__dict__[name] = value
@@ -204,10 +209,7 @@ class SlicedModel(WholeParams):
         super().keep()
         self._before.clear()
 
-    def put_on(self, model: nn.Module) -> None:
-        """Let the modules of ``model``, this one or one built alike, compute with slices; not what stands in for those
-        of other ranks.
-        """
+    def put_on(self, model: nn.Module, ranks: Ranks | None = None) -> None:
         for name, module in model.named_modules():
             # Of a stage on another rank: it has no params here, and computes nothing.
             if getattr(type(module), STANDS_IN, False):
@@ -360,10 +362,6 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     return dict(found)
 
 
-def _own_plan(model: nn.Module) -> SlicePlan | None:
-    return PLANS.get(getattr(getattr(model, "config", None), "model_type", ""))
-
-
 def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The plan with the names of this model's modules and params in place of patterns. Raises ValueError for styles
     that mean nothing here.
@@ -407,7 +405,7 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
         for name, param in own_params(module).items():
             full = f"{module_name}.{name}" if module_name else name
             how = cutting_of(styles[full], module, name, param) if full in styles else None
-            cut = None if how is None else TensorSlice(tuple(param.shape), how.dim, how.groups, rank, size)
+            cut = None if how is None else TensorSlice(tuple(param.shape), *how, rank, size)
             # A tied param is cut once, whatever its names are called in the plan.
             first = by_param.setdefault(id(param), (full, cut))
             if first[1] != cut:

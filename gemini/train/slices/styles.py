@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,9 +115,8 @@ class Slices:
 
 
 class ImaginedSlices(Slices):
-    """The first of ``size`` slices, as it looks to who traces it: what others would send has shapes and no values.
-
-    ``sent``: bytes that it would send in rings, under "tp".
+    """The first of ``size`` slices, as it looks to who traces it: what others would send has shapes and no values. The
+    bytes that it would send in rings are counted in ``sent``, under "tp".
     """
 
     def __init__(self, size: int, sent: Counter[str]):
@@ -131,30 +130,25 @@ class ImaginedSlices(Slices):
         self._sent["tp"] += own.nbytes * (self.size - 1)
 
 
-class Cutting(NamedTuple):
-    """Along which dim a param is cut, and how many matrices lie side by side there, each of which is cut."""
-
-    dim: int
-    groups: int = 1
-
-
 def is_transposed(module: nn.Module) -> bool:
     """Whether a linear layer's weight has inputs before outputs: gpt2's ``Conv1D``."""
     return type(module).__name__ == "Conv1D"
 
 
-def cutting_of(style: str, module: nn.Module, name: str, param: torch.Tensor) -> Cutting | None:
-    """How ``style`` cuts the param ``name`` of ``module``; None if every rank has all of it."""
+def cutting_of(style: str, module: nn.Module, name: str, param: torch.Tensor) -> tuple[int, int] | None:
+    """Along which dim ``style`` cuts the param ``name`` of ``module``, and how many matrices lie side by side there,
+    each of which is cut; None if every rank has all of it.
+    """
     kind, groups = parts_of(style)
     outputs, inputs = (param.ndim - 1, param.ndim - 2) if is_transposed(module) else (param.ndim - 2, param.ndim - 1)
     if kind in ("colwise", "colwise_gather_output", "packed_colwise"):
-        return Cutting(outputs if param.ndim > 1 else 0, groups)
+        return outputs if param.ndim > 1 else 0, groups
     if kind in ("rowwise", "rowwise_split_input", "packed_rowwise"):
-        return None if name == "bias" or param.ndim == 1 else Cutting(inputs, groups)
+        return None if name == "bias" or param.ndim == 1 else (inputs, groups)
     if kind == "embedding_rowwise":
-        return Cutting(0)
+        return 0, 1
     if kind in ("embedding_colwise", "columns"):
-        return Cutting(1)
+        return 1, 1
     return None
 
 
