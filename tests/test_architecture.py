@@ -27,7 +27,6 @@ FLOORS = [
         "gemini.errors",
         "gemini.ledger",
         "gemini.replacing",
-        "gemini.schema",
         "gemini.sharing",
         "gemini.tiers",
         "gemini.waiting",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import pytest
 
-from gemini import schema
+from gemini.planning import document
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,10 +50,10 @@ def parts(**bad: Any) -> dict[str, Any]:
 )
 def test_what_cannot_be_is_refused_with_its_place(data: Any, words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        schema.read(data, Whole)
+        document.read(data, Whole)
     assert str(caught.value).startswith(words)
 
 
 def test_parts_may_be_values_already() -> None:
     part = Part(3)
-    assert schema.read({"parts": {"a": part}, "pair": ["two", 2]}, Whole) == Whole({"a": part}, Pair("two", 2))
+    assert document.read({"parts": {"a": part}, "pair": ["two", 2]}, Whole) == Whole({"a": part}, Pair("two", 2))

@@ -3,8 +3,8 @@
 A command is a function of a record of ``gemini.jobs.settings``; its options are the fields of that record. The commands
 that train have TRL's options instead, read by TRL's own parser. Nothing heavy is imported before a command needs it.
 A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own failed or another
-process of it was lost, 130 that it was stopped by Ctrl-C. A traceback is always a bug. Of several processes (torchrun)
-one says what all of them have to say.
+process of it was lost, 130 that it was stopped by Ctrl-C. A traceback is always a bug. Of several processes the first
+one of each machine says why it ends, and torchrun's report has the words of the one that ended first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from gemini.errors import GeminiError, RankLost
-from gemini.jobs import settings
-from gemini.jobs.errors import BROKEN, REFUSED, JobError, SaidByRanks
+from gemini.jobs import BROKEN, REFUSED, JobError, settings
 from gemini.ranks import launch
 from gemini.version import __version__
 
@@ -79,7 +78,6 @@ COMMANDS = {
     "demo": Command(
         "Train a GPT-2-shaped model on Python's own library in less memory than it needs, and check the result.",
         settings.DemoSettings,
-        "demo",
     ),
 }
 
@@ -97,7 +95,7 @@ def app(words: Sequence[str] | None = None) -> int:
     try:
         return _run(name, rest)
     except GeminiError as e:
-        return _say(str(e), e, getattr(e, "exit_code", BROKEN if isinstance(e, RankLost) else REFUSED))
+        return _say(str(e), e, BROKEN if isinstance(e, RankLost) else REFUSED)
     except ImportError as e:
         if e.name not in ("transformers", "accelerate", "datasets", "trl", "yaml"):
             raise
@@ -136,7 +134,13 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _say(words: str, cause: BaseException, code: int) -> int:
-    """Say why it ends, unless another process does."""
-    if words and (launch.speaks() or isinstance(cause, SaidByRanks)):
+    """Say why it ends: the first process of a machine itself, another one in torchrun's report, if there is one."""
+    if launch.speaks():
         print(f"gemini: {words}", file=sys.stderr)
+    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(cause)
+    else:
+        print(f"gemini: rank {launch.rank()}: {words}", file=sys.stderr)
     return code

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from gemini import kernels
 from gemini.errors import GeminiError, StorageError, counted, human_bytes
-from gemini.jobs.errors import refusing
+from gemini.jobs import refusing
 from gemini.jobs.screen import WIDEST, human_count
 from gemini.jobs.settings import DoctorSettings
 from gemini.machines.measure import measure

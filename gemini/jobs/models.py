@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from gemini.jobs.errors import JobError, refusing
+from gemini.jobs import JobError, refusing
 from gemini.ranks import launch
 
 _PRESET = "gpt2-small"

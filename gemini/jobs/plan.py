@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.status import Status
 
 from gemini.errors import BudgetExceeded, GeminiError
-from gemini.jobs.errors import REFUSED, JobError
+from gemini.jobs import REFUSED, JobError
 from gemini.jobs.plan_report import Report, describe, named, screen
-from gemini.jobs.planner import RUNNERS_UP, Way, as_options, choose, options_of
+from gemini.jobs.planner import RUNNERS_UP, Way, as_options, choose, options_of, run_by
 from gemini.jobs.screen import answer, progress
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of
@@ -74,9 +74,9 @@ def _plan_whole(way: Way, status: Status) -> Answer:
             status.update("simulating the step ...")
             timeline = way.play(made)
         report = describe(way.settings, way.machine, made.trace, made, timeline)
+        report["fastest"] = chosen and chosen | run_by(way, made)
         if timeline is not None:
             report["step"]["break_even"] = break_even(made, way.play, timeline)
-    report["fastest"] = chosen
     if played is not None:
         report["alternatives"] += [
             _alternative(options_of(other.way), True, report["step"] and report["tokens"] / other.seconds)

@@ -286,9 +286,13 @@ def _time(report: Report, step: Report) -> Iterator[str]:
 def _alternatives(report: Report) -> Iterator[str]:
     """What else there is: of ``--fastest`` a line each, since all of them fit and compute the same."""
     if report["fastest"]:
-        for number, other in enumerate(report["alternatives"]):
-            rate = human_rate(other["tokens_per_second"])
-            yield fact("" if number else "next to it", f"{other['options']}: {rate} tokens/s")
+        for number, other in enumerate(report["alternatives"] if report["step"] else ()):
+            rate, best = other["tokens_per_second"], report["step"]["tokens_per_second"]
+            words = f"{other['options']}: {human_rate(rate)} tokens/s, {1 - rate / best:.1%} less"
+            yield fact("" if number else "next to it", words)
+        yield fact("run it with", report["fastest"]["command"] or "a program")
+        for number, line in enumerate(report["fastest"]["python"]):
+            yield fact("" if number else "or in Python", line)
         return
     fits = {True: "yes", False: "no", None: "."}
     rows = [

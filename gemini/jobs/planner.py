@@ -20,7 +20,7 @@ from rich.status import Status
 
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes, parse_bytes
-from gemini.jobs.errors import JobError
+from gemini.jobs import JobError
 from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings, TraceSettings, spelled
 from gemini.jobs.trace import params_of, seq_len_of, take_trace
@@ -31,6 +31,7 @@ from gemini.planning.parallel import least_seconds
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
+from gemini.planning.rules import RULES
 from gemini.planning.sizes import DEEP, SHALLOW, are_alike, deepened, resized, step_seconds
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
@@ -344,9 +345,45 @@ def options_of(way: Way) -> str:
     return as_options({name: getattr(way.settings, name) for name in names})
 
 
+def run_by(way: Way, plan: Plan) -> dict[str, Any]:
+    """What runs the plan of ``--out``: a command ("" where jobs have no step like it) and the lines of a program."""
+    settings, transient = way.settings, plan.problem.gradients == "transient"
+    drives = [tier for tier in way.machine.budgets if tier.in_files and plan.bytes_per_tier.get(tier)]
+    said = {
+        "model_name_or_path": settings.config,
+        "dataset_name": "DATA",
+        "plan": settings.out or "PLAN",
+        "nvme_path": drives and "FOLDER",
+        "attn_implementation": settings.attn_implementation,
+        "use_peft": settings.lora is not None,
+        "lora_r": settings.lora,
+        "lora_target_modules": settings.lora and "all-linear",
+        "load_in_4bit": settings.load_in_4bit,
+        "use_cpu": settings.compute == "cpu",
+    }
+    start = f"torchrun --nproc-per-node {plan.layout.ranks} -m gemini" if plan.layout.ranks > 1 else "gemini"
+    memory = {tier.value: getattr(settings, tier.value) for tier in way.machine.budgets if not tier.in_files}
+    for tier in drives:
+        size = getattr(settings, tier.value) or f"{way.machine.budgets[tier] >> 20}MiB"
+        memory |= {tier.value: size, f"{tier.value}_path": "FOLDER"}
+    budgets = ", ".join(f"{name}={size!r}" for name, size in memory.items() if size is not None)
+    entry, device = RULES[settings.optimizer], ", device='cpu'" if settings.compute == "cpu" else ""
+    return {
+        "command": "" if transient else f"{start} sft {as_options(said)}",
+        "python": [
+            *(["model.gradient_checkpointing_enable()"] if plan.trace.checkpointing else []),
+            f"plan = gemini.Plan.from_json(open({str(settings.out or 'PLAN')!r}).read())",
+            f"config = gemini.GeminiConfig(placement=plan, memory=gemini.MemoryBudget({budgets}), "
+            f"precision={plan.problem.precision!r}, gradients={plan.problem.gradients!r}, states={settings.states!r}, "
+            f"optimizer={entry.module}.{entry.rule}(){device})",
+            "model = gemini.GeminiDDP(model, config)",
+        ],
+    }
+
+
 def as_options(said: dict[str, Any]) -> str:
     """Fields as the command line spells them; those that are None or False are left out."""
     words: list[str] = []
     for name, value in said.items():
-        words += [spelled(name)] if value is True else [] if value in (None, False) else [spelled(name), str(value)]
+        words += [spelled(name)] if value is True else [] if value in (None, False, []) else [spelled(name), str(value)]
     return shlex.join(words)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.status import Status
 
 from gemini.errors import human_bytes
-from gemini.jobs.errors import refusing
+from gemini.jobs import refusing
 from gemini.planning.timeline import Timeline
 
 WIDEST = 100  # columns that are used at most

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gemini.errors import parse_bytes
-from gemini.jobs.errors import JobError
+from gemini.jobs import JobError
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
 from gemini.planning.rules import RULES, STATES, rule_named, spec_for
 from gemini.planning.token_tiles import as_tiles, tile_sizes

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import gemini
 from gemini.errors import human_bytes
-from gemini.jobs.errors import JobError, refusing
+from gemini.jobs import JobError, refusing
 from gemini.jobs.screen import answer, progress, table
 from gemini.jobs.settings import MOST_POSITIONS, SimulateSettings, TraceSettings
 from gemini.planning import document

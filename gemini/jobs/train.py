@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import os
 import shlex
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 import trl
 import yaml
@@ -33,15 +38,29 @@ from gemini.errors import BudgetExceeded, counted
 from gemini.integrations.beside import budget_for
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.settings import parallel_of
-from gemini.jobs.data import CountsRows, evaluates, open_data, words_of
-from gemini.jobs.errors import JobError, refusing
+from gemini.jobs import JobError, refusing
 from gemini.jobs.models import ModelSource, byte_tokenizer, find_model, hush, load_tokenizer
+from gemini.jobs.parts import (
+    CountsRows,
+    Position,
+    Shown,
+    Stop,
+    check_room,
+    choose,
+    claimed,
+    evaluates,
+    identity_of,
+    open_data,
+    prepare_out,
+    words_of,
+)
 from gemini.jobs.screen import budget_lines, in_options
-from gemini.jobs.team import Team, join
+from gemini.jobs.settings import DemoSettings
 from gemini.jobs.train_options import Options, Parser, options_of, precision_of
-from gemini.jobs.watch import Position, Shown, Stop, check_room, choose, claimed, identity_of, prepare_out
 from gemini.patches import replaced
 from gemini.ranks import launch
+from gemini.ranks.process_groups import start_group
+from gemini.ranks.wire import Wire
 from gemini.tiers import Tier
 from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.from_config import skeleton_from_config
@@ -66,17 +85,16 @@ def train(kind: str, words: Sequence[str], console: Console) -> int:
         return 0
     asked = parser.read(words)
     cuda = torch.cuda.is_available() and not asked.values.use_cpu
-    with join(asked.values.ddp_timeout, cuda=cuda) as team, team.speaking(), ExitStack() as until_end:
-        with team.all_or_none("the options"):
-            options = options_of(asked, team.size)
-            rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
-            if team.is_first:
-                until_end.enter_context(claimed(Path(options.args.output_dir)))
-        if not team.is_first:
+    with join(asked.values.ddp_timeout, cuda=cuda) as wire, ExitStack() as until_end:
+        options = options_of(asked, wire.size)
+        rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
+        if wire.rank == 0:
+            until_end.enter_context(claimed(Path(options.args.output_dir)))
+        else:
             console = Console(quiet=True, force_terminal=False)
         last = ["--resume_from_checkpoint", "auto"]  # of an option that is given twice, the last one counts
         again = shlex.join([kind, *words] if [*words[-2:]] == last else [kind, *words, *last])
-        return Run(options, console, team, rewards).go(launch.again(again))
+        return Run(options, console, wire, rewards).go(launch.again(again))
 
 
 class Run:
@@ -88,34 +106,39 @@ class Run:
     """
 
     def __init__(
-        self, options: Options, console: Console, team: Team, rewards: Mapping[str, Any] | None = None
+        self, options: Options, console: Console, wire: Wire | None = None, rewards: Mapping[str, Any] | None = None
     ) -> None:
-        self.options, self.team, self._say = options, team, console.print
+        self.options, self.wire, self._say = options, wire or Wire(), console.print
         args, ours, script = options.args, options.ours, options.script
         self.out = Path(args.output_dir)
-        with team.all_or_none("the preparation of the job") as alike:
-            prepare_out(self.out)
-            source = find_model(
-                options.model.model_name_or_path,
-                as_bytes=ours.bytes,
-                trust=args.trust_remote_code,
-                revision=options.model.model_revision,
-            )
-            _check_model(source, options)
-            # Of several folders the first one has the records.
-            store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
-            asked = args.resume_from_checkpoint or None
-            found = choose(asked, self.out, store=store) if team.is_first else None
-            data = open_data(script, options.mixture, args)
-            tokenizer = self._tokenizer(source, data)
-            rows = data[script.dataset_train_split]
-            alike |= identity_of(rows, args.seed, getattr(args, "max_length", None))
-        self.position = Position(alike)
-        self._resume: str | None = team.tell(None if found is None else str(found), "the choice of a checkpoint")[0]
+        prepare_out(self.out)
+        source = find_model(
+            options.model.model_name_or_path,
+            as_bytes=ours.bytes,
+            trust=args.trust_remote_code,
+            revision=options.model.model_revision,
+        )
+        _check_model(source, options)
+        # Of several folders the first one has the records.
+        store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
+        found = choose(args.resume_from_checkpoint or None, self.out, store=store) if self.wire.rank == 0 else None
+        data = open_data(script, options.mixture, args)
+        tokenizer = self._tokenizer(source, data)
+        identity = identity_of(data[script.dataset_train_split], args.seed, getattr(args, "max_length", None))
+        self.position = Position(identity)
+        told = self._tell([None if found is None else str(found), identity], "the preparation of the job")
+        self._resume: str | None = told[0][0]
+        for rank, (_, other) in enumerate(told):
+            if other != told[0][1]:
+                raise JobError(f"--dataset_name: rank {rank} has other data than rank 0: {other} and {told[0][1]}.")
         self.model = self._managed(source)
-        self._stop = Stop(team, console)
+        self._stop = Stop(self.wire, console)
         watching = [MetricsCallback(), Shown(console, self._resume), self._stop, self.position]
         self.trainer = self._trainer(data, tokenizer, callbacks=watching, **(rewards or {}))
+
+    def _tell(self, value: Any, what: str) -> list[Any]:
+        """The ``value`` (plain, as in JSON) of every rank. All call it at the same point, called ``what``."""
+        return [json.loads(text) for text in self.wire.exchange_texts(json.dumps(value), what)]
 
     # ---- before the first step ---------------------------------------------------------------------------------------
 
@@ -142,14 +165,13 @@ class Run:
 
     def _managed(self, source: ModelSource) -> Any:
         """The model in its tiers, and the plan of it on the screen."""
-        options, args, ours, size = self.options, self.options.args, self.options.ours, self.team.size
-        with self.team.all_or_none("the outline of the model"):
-            outline, lacking = outline_of(source, options)
-            if options.compiles:
-                _compile(outline)
-            config = replace(options.config, trace=trace_of(options, source))
-            if number := num_beside(options):
-                config = replace(config, memory=budget_for(config, number))
+        options, args, ours, size = self.options, self.options.args, self.options.ours, self.wire.size
+        outline, lacking = outline_of(source, options)
+        if options.compiles:
+            _compile(outline)
+        config = replace(options.config, trace=trace_of(options, source))
+        if number := num_beside(options):
+            config = replace(config, memory=budget_for(config, number))
         mesh = mesh_of(options, size)
         transformers.set_seed(args.seed)  # drawn weights must not depend on what ran before
         try:
@@ -169,7 +191,7 @@ class Run:
         model.train()
         params = list(model.parameters())
         count, trained = sum(map(num_weights, params)), sum(p.numel() for p in params if p.requires_grad)
-        if args.save_strategy != "no" and self.team.is_first:
+        if args.save_strategy != "no" and self.wire.rank == 0:
             check_room(self.out, count, trained, args.save_total_limit or 1)
         self._say(
             f"model: {source.label}, {count:,} params{'' if trained == count else f', {trained:,} of them trained'}, "
@@ -215,9 +237,9 @@ class Run:
         trainer.durable_every = ours.durable_every or 1
         for line in trainer.told:
             self._say(line)
-        if self.team.size > 1:
+        if self.wire.size > 1:
             # Or dropout would drop the same on every rank; slices of a layer drop the same.
-            transformers.set_seed(args.seed + self.team.rank // ours.tp)
+            transformers.set_seed(args.seed + self.wire.rank // ours.tp)
         return trainer
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
@@ -227,7 +249,7 @@ class Run:
         trainer = self.trainer
         if self._resume is None and self.options.args.resume_from_checkpoint == "auto":
             self._say(f"no checkpoint in {self.out}: starting anew")
-        if self.team.is_first:
+        if self.wire.rank == 0:
             said = {name: value for name, value in self.options.said.items() if name != "resume_from_checkpoint"}
             text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True)
             (self.out / "gemini.yaml").write_text(text, encoding="utf-8")
@@ -260,7 +282,7 @@ class Run:
         shared = self.model._gemini_engine.config.memory
         whole = shared.report() if isinstance(shared, gemini.SharedBudget) else memory
         own = {t.value: (whole[t.value]["peak"], whole[t.value]["budget"]) for t in Tier if t.value in whole}
-        lines, all_within = budget_lines(*self.team.tell(own, "the end of the job"))
+        lines, all_within = budget_lines(*self._tell(own, "the end of the job"))
         self._say(str(memory), *lines, sep="\n")
         if not finished:
             self._say(f"Stopped after step {state.global_step} of {state.max_steps}. To go on: {again}")
@@ -367,6 +389,22 @@ def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def join(timeout_s: float, *, cuda: bool) -> Iterator[Wire]:
+    """The wire to the other processes of this job, in torch's default group, which waits ``timeout_s`` seconds for any
+    of them. Gemini makes groups of its own beside it, so their messages never meet.
+    """
+    if launch.num_processes() == 1 and not (dist.is_available() and dist.is_initialized()):
+        yield Wire()
+    elif dist.is_initialized():
+        yield Wire(dist.group.WORLD)
+    else:
+        start_group(timedelta(seconds=timeout_s), cuda=cuda)
+        yield Wire(dist.group.WORLD)
+        # Not after an error: a group whose ranks stand at different points may wait for them, and the process ends.
+        dist.destroy_process_group()
+
+
 def mesh_of(options: Options, num_processes: int) -> Any:
     """The mesh of the job's processes; None where all of them share one model."""
     ours, kind = options.ours, options.args.device.type
@@ -410,3 +448,71 @@ def _base_as_reference(model: Any) -> Iterator[None]:
     nowhere = SimpleNamespace(data=SimpleNamespace(copy_=lambda _: None))
     with replaced(model, "add_adapter", lambda *_: None), replaced(model, "get_parameter", lambda _: nowhere):
         yield
+
+
+# ---- the demo --------------------------------------------------------------------------------------------------------
+
+_PARAMS = 124_439_808
+_HELD_OUT, _SEQ_LEN = 8, 128
+
+
+def demo(asked: DemoSettings, console: Console) -> int:
+    """The README's demo: a GPT-2-shaped model learns Python from the machine's own library, in less memory than it
+    needs. It is ``gemini sft`` with settings of its own, and then asks what a newcomer would: did the loss fall, did
+    every tier stay within its budget, and is the saved model the one that was trained? Each answer is measured in this
+    run; a "no" is said as such. Returns 0 if every check passed, else 1.
+    """
+    if (number := launch.num_processes()) > 1:
+        raise JobError(f"`gemini demo` runs in one process, and {number} were started. Start it without torchrun.")
+    hush()
+    prepare_out(asked.out)
+    library = Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(library.glob("t*.py")))[: _HELD_OUT * _SEQ_LEN]
+    held_out = torch.tensor(list(text)).reshape(_HELD_OUT, _SEQ_LEN)
+    # Beside the model by default, and not where temporary files go: that may be memory.
+    with tempfile.TemporaryDirectory(dir=asked.out, prefix="nvme-") as own_folder:
+        words = {
+            "model_name_or_path": "gpt2-small",
+            "dataset_name": library / "[a-s]*.py",
+            "max_length": _SEQ_LEN,
+            "per_device_train_batch_size": 2,
+            "max_steps": asked.steps,
+            "learning_rate": 6e-4,
+            "warmup_steps": 10,
+            "lr_scheduler_type": "cosine",
+            "gradient_checkpointing": "false",
+            "use_cpu": not torch.cuda.is_available(),
+            # A part of what weights and states take in bf16 with Adam, 12 bytes for each param; room for all and
+            # gradients.
+            "cpu_memory": asked.cpu_memory or int(0.15 * 12 * _PARAMS),
+            "nvme_memory": 16 * _PARAMS,
+            "nvme_path": asked.nvme_path or own_folder,
+            "output_dir": asked.out,
+            "save_strategy": "no",
+            "seed": asked.seed,
+        }
+        given = Parser("sft").read([word for name, value in words.items() for word in (f"--{name}", str(value))])
+        run = Run(options_of(given), console)
+        device = run.options.args.device
+        first = _mean_loss(run.model, held_out.to(device))
+        if (code := run.go("gemini demo")) == 130:
+            return code
+        last = _mean_loss(run.model, held_out.to(device))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(asked.out, dtype=torch.bfloat16, local_files_only=True)
+    reloaded = _mean_loss(plain, held_out)
+    fell, same = (
+        "it fell" if last < first else "IT DID NOT FALL",
+        "the same bits" if reloaded == last else "NOT THE SAME",
+    )
+    console.print(f"loss on held-out text: {first:.4f} before, {last:.4f} after: {fell}")
+    console.print(f"reloaded with plain transformers: held-out loss {reloaded!r} there, {last!r} here: {same}")
+    return code if last < first and reloaded == last else 1
+
+
+@torch.no_grad()
+def _mean_loss(model: Any, sequences: torch.Tensor) -> float:
+    """The mean over batches of sequences, in as little memory as training takes."""
+    model.eval()
+    losses = [float(model(input_ids=ids, labels=ids, use_cache=False).loss) for ids in sequences.split(2)]
+    model.train()
+    return sum(losses) / len(losses)

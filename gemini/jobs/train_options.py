@@ -17,8 +17,8 @@ import trl
 from accelerate import ParallelismConfig
 
 from gemini.config import GeminiConfig, MemoryBudget
-from gemini.jobs.data import is_text
-from gemini.jobs.errors import JobError, refusing
+from gemini.jobs import JobError, refusing
+from gemini.jobs.parts import is_text
 from gemini.jobs.settings import Refusing, at_least, seed, size, tiles
 from gemini.planning import document
 from gemini.planning.plan import Plan

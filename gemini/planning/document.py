@@ -13,7 +13,6 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from gemini import schema
 from gemini.errors import PlanMismatch
 
 T = TypeVar("T")
@@ -26,6 +25,20 @@ _WRITTEN_BY = {
     "timeline": "`gemini simulate --out FILE`",
 }
 """By kind, what makes one."""
+
+
+def read(data: Any, kind: type[T]) -> T:
+    """The value of type ``kind`` (a dataclass, ``NamedTuple`` or ``msgspec.Struct``, declared once) that ``data`` (as
+    JSON has it) stands for; parts of it may be values already. msgspec reads strictly, no int for a bool.
+
+    Raises:
+        ValueError: for what it cannot be. Whoever knows the file turns it into an error that names it.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as e:
+        # What a value itself objects to when it is made needs no place.
+        raise ValueError(str(e.__cause__ or e)) from e
 
 
 class Document:
@@ -86,7 +99,7 @@ class Document:
         Raises:
             ValueError, KeyError, TypeError, IndexError, AttributeError: for what no release wrote.
         """
-        return schema.read(body, cls)
+        return read(body, cls)
 
 
 def load(path: str | Path, what: str, parse: Callable[[str], T]) -> T:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gemini import schema
 from gemini.errors import PlanMismatch, human_bytes
-from gemini.planning.document import Document
+from gemini.planning.document import Document, read
 from gemini.planning.layout import Layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import ADAM, GRADS, RuleSpec
@@ -141,8 +140,8 @@ class Plan(Document, kind="plan"):
         rule = RuleSpec.from_body(body["rule"]) if "rule" in body else ADAM  # older plans are Adam's
         layout = trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], rule=rule)
         posed = {**body, **body["spoken_for"], "rule": rule, "layout": layout}
-        problem = schema.read(posed, Problem)
-        placement = schema.read(body, Placement)
+        problem = read(posed, Problem)
+        placement = read(body, Placement)
         plan = super()._from_body({**body, "trace": trace, "problem": problem, "placement": placement})
         per_moment = {len(plan.moves), len(plan.again or plan.moves)}
         if len(placement.homes) != len(layout.chunks) or per_moment != {len(trace.moments)}:

@@ -20,16 +20,21 @@ def test_importing_the_command_line_is_quick() -> None:
 
 @pytest.mark.parametrize("options", [["--cpu_memory", "5 parsecs"], ["--stepz", "3"], ["--max_steps", "few"]])
 def test_of_several_processes_one_says_what_is_wrong(
-    gemini_command: Command, monkeypatch: pytest.MonkeyPatch, options: list[str]
+    gemini_command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
 ) -> None:
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    for rank in ("0", "1"):
+    for rank, report in ("0", None), ("1", tmp_path / "report.json"), ("1", None):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
+        if report is None:
+            monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+        else:
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
         result = gemini_command("sft", "--dataset_name", "x", "--model_name_or_path", "y", *options)
-        assert result.exit_code == 2
-        assert bool(result.stderr) == (rank == "0"), result.stderr
+        assert result.exit_code == 2 and options[0].replace("_", "-") in (result.stderr or report.read_text())
+        begins = "gemini: rank 1: " if rank == "1" else "gemini: "
+        assert result.stderr.startswith(begins) if report is None else not result.stderr, result.stderr
 
 
 # ---- configs --------------------------------------------------------------------------------------------------------

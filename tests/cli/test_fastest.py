@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -265,7 +266,8 @@ def test_the_answer_says_what_else_there_is_and_what_runs_it(gemini_command: Com
     assert all(f"`{name}`" in page for name in ("fastest", *best))
     screen = gemini_command.ok("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB").stdout
     assert f"chosen {best['options']}" in " ".join(screen.split())
-    assert "\nnext to it " in screen and all(len(line) <= 80 for line in screen.splitlines())
+    assert "run it with      gemini sft --model-name-or-path" in screen
+    assert "\nnext to it " in screen
 
 
 @pytest.mark.parametrize(
@@ -277,24 +279,39 @@ def test_the_answer_says_what_else_there_is_and_what_runs_it(gemini_command: Com
     ],
     ids=lambda more: "-".join(map(str, more[:2])) or "plain",
 )
-def test_what_is_written_is_the_step_of_a_job(
+def test_what_runs_it_is_read(
     more: tuple[Any, ...], gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose options are the plan's, but for the model, the data and a folder on the drive."""
+    """The command by the command's own parser, the lines by Python: both are of the step that was chosen."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FOLDER").mkdir()
     config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
     sizes = ("--gpu", "1400MiB", "--cpu", "2GiB")
     said = gemini_command.told("plan", config, *FASTEST, *sizes, "--out", "plan.json", *more)
-    words = ["--model_name_or_path", str(config), "--dataset_name", "DATA", "--plan", "plan.json"]
-    words += ["--nvme_path", "FOLDER"] if sum(said["held"].get("nvme", {}).values()) else []
+    gemini_words, kind, *words = shlex.split(said["fastest"]["command"])
+    assert (gemini_words, kind) == ("gemini", "sft")
     options = options_of(Parser("sft").read(words))
     made = options.args.per_device_train_batch_size, options.args.gradient_accumulation_steps
     assert made == (said["batch"]["input_ids"][0], said["accumulate"]) and options.args.max_length == 64
     assert options.args.gradient_checkpointing is bool(said["checkpointing"])
-    assert precision_of(options.args) == said["precision"] == options.config.precision
-    assert options.config.gradients == said["gradients"] and isinstance(options.config.placement, gemini.Plan)
-    assert options.config.rule_spec.name == said["optimizer"]
+    assert precision_of(options.args) == said["precision"] and options.model.lora_r == (8 if "--lora" in more else 16)
+    assert (options.ours.nvme_path is not None) == bool(sum(said["held"].get("nvme", {}).values()))
+    seen: list[Any] = []
+    model = SimpleNamespace(gradient_checkpointing_enable=lambda: seen.append("checkpointing"))
+    face = SimpleNamespace(
+        **{name: getattr(gemini, name) for name in ("GeminiConfig", "MemoryBudget", "Plan")},
+        GeminiDDP=lambda model, config: seen.append(config),
+        optim=gemini.optim,
+        rules=gemini.rules,
+    )
+    lines = "\n".join(said["fastest"]["python"])
+    assert ("nvme='1GB', nvme_path='FOLDER'" in lines) == (options.ours.nvme_path is not None)
+    exec(lines, {"gemini": face, "model": model})
+    *checkpointing, written = seen
+    assert bool(checkpointing) is bool(said["checkpointing"]) and written.precision == said["precision"]
+    for config in (options.config, written):
+        assert config.gradients == said["gradients"] and isinstance(config.placement, gemini.Plan)
+        assert config.rule_spec.name == said["optimizer"] and config.states == options.ours.states
 
 
 def test_what_it_does_not_choose_for(gemini_command: Command, tmp_path: Path) -> None:

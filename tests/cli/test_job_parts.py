@@ -16,12 +16,12 @@ from rich.console import Console
 
 from gemini import cli
 from gemini.cli import COMMANDS
-from gemini.jobs.errors import JobError
+from gemini.jobs import JobError
+from gemini.jobs.parts import Shown, Stop, check_room, choose
 from gemini.jobs.screen import budget_lines
 from gemini.jobs.settings import spelled
-from gemini.jobs.team import Team
-from gemini.jobs.watch import Shown, Stop, check_room, choose
 from gemini.ranks import launch
+from gemini.ranks.wire import Wire
 from gemini.tiers import Tier
 from gemini.version import __version__
 from tests.cli.commands import Command
@@ -36,7 +36,7 @@ def test_the_first_signal_is_a_wish_and_the_second_is_served(
     before = signal.signal(number, lambda *_: served.append(True))
     served: list[bool] = []
     try:
-        with Stop(Team(), Console()) as stop:
+        with Stop(Wire(), Console()) as stop:
             assert not stop.wanted
             os.kill(os.getpid(), number)
             assert stop.wanted and served == []
@@ -49,7 +49,7 @@ def test_the_first_signal_is_a_wish_and_the_second_is_served(
 
 def test_handlers_come_back_without_a_signal() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Stop(Team(), Console()):
+    with Stop(Wire(), Console()):
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
 

@@ -9,7 +9,6 @@ import yaml
 from rich.console import Console
 
 import gemini
-from gemini.jobs.team import Team
 from gemini.jobs.train import Run
 from gemini.jobs.train_options import Parser, options_of
 from gemini.planning.traffic import by_name
@@ -28,7 +27,7 @@ def planned(tmp_path: Path, tiny_config: Path, gemini_command: Command) -> Path:
 def test_a_plan_that_was_printed_is_run(planned: Path, tiny_config: Path, text: Path, tmp_path: Path) -> None:
     words = ["--model_name_or_path", tiny_config, "--dataset_name", text, "--plan", planned, "--nvme_path", tmp_path]
     words += ["--max_steps", 2, "--save_strategy", "no", "--output_dir", tmp_path / "out"]
-    run = Run(options_of(Parser("sft").read([*map(str, words)])), Console(quiet=True), Team())
+    run = Run(options_of(Parser("sft").read([*map(str, words)])), Console(quiet=True))
     plan = gemini.Plan.from_json(planned.read_text())
     world = world_of(run.model)
     assert world.plan == plan and plan.traffic, "and something moves"

@@ -11,8 +11,8 @@ from typing import Any
 import datasets
 import pytest
 
-from gemini.jobs.data import is_text
 from gemini.jobs.models import byte_tokenizer
+from gemini.jobs.parts import is_text
 from tests.cli.commands import Command, flat, refused
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from benchmarks._progress import finish
-from gemini.jobs import watch
+from gemini.jobs import parts
 from gemini.jobs.models import byte_tokenizer
 from gemini.planning.rules import RULES
 from tests.cli.commands import Command, flat, refused, same_weights
@@ -317,7 +317,7 @@ def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
 
 
 def test_two_runs_in_one_folder_are_refused(train: Command, tmp_path: Path) -> None:
-    with watch.claimed(tmp_path / "out"):
+    with parts.claimed(tmp_path / "out"):
         refused(train("--output_dir", tmp_path / "out"), "is in use: another job writes into it")
 
 
@@ -410,13 +410,13 @@ def test_attention_that_cannot_be_is_refused(train: Command, tmp_path: Path) -> 
 
 def test_the_run_is_that_of_the_stock_trainer(tiny_config: Path, text: Path, tmp_path: Path) -> None:
     """transformers' Trainer with torch's AdamW, from the same weights on the same sequences."""
-    from gemini.jobs.team import Team
+
     from gemini.jobs.train import Run
     from gemini.jobs.train_options import Parser, options_of
 
     given = ["--bf16", "false", "--max_steps", 6, "--save_strategy", "no", "--output_dir", tmp_path / "out"]
     words = [*base(tiny_config, text), "--gradient_accumulation_steps", 2, "--weight_decay", 0.1, *given]
-    run = Run(options_of(Parser("sft").read([*map(str, words)])), Console(quiet=True), Team())
+    run = Run(options_of(Parser("sft").read([*map(str, words)])), Console(quiet=True))
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     rows = [
         {"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in run.trainer.train_dataset["input_ids"]

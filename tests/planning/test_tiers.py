@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._progress import PATIENCE
-from gemini import schema
 from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
 from gemini.ledger import NEEDED, WELCOME, Ledger, Turn, Want
+from gemini.planning import document
 from gemini.planning.hardware import FIGURES
 from gemini.planning.timeline import TRACKS
 from gemini.planning.traffic import path
@@ -320,6 +320,6 @@ def test_bytes_go_through_host_memory() -> None:
 
 def test_a_tier_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="'remote'"):
-        schema.read({"cpu": 1, "remote": 2}, dict[Tier, int])
+        document.read({"cpu": 1, "remote": 2}, dict[Tier, int])
     with pytest.raises(TypeError, match="remote"):
         MemoryBudget(remote="1GiB")  # type: ignore[call-arg]

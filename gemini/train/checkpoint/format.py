@@ -29,8 +29,8 @@ import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gemini import schema
 from gemini.errors import GeminiError, StorageError, of_storage
+from gemini.planning import document
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.replacing import check_renamable, sync
 from gemini.train.params.handle import ParamHandle, TensorSlice
@@ -333,7 +333,7 @@ def manifest_of(data: dict[str, Any], path: Path) -> Manifest:
     """The manifest that ``data``, as JSON has it, stands for. Raises StorageError for one that a later Gemini wrote."""
     try:
         rule = {"rule": RuleSpec.from_body(data["rule"])} if "rule" in data else {}
-        return schema.read({**data, **rule}, Manifest)
+        return document.read({**data, **rule}, Manifest)
     except (TypeError, ValueError) as e:
         raise StorageError(
             f"{path} has what this Gemini does not know ({e}): load it with the one that wrote it"

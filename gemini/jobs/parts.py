@@ -1,4 +1,4 @@
-"""What a training job has beside its trainer: the folder of its checkpoints, the rows in which they stand, the lines of
+"""What a training job has beside its trainer: the rows that it trains on, the folder of its checkpoints, the lines of
 what is logged, and the wish to stop.
 
 Checkpoints (``OUT/checkpoint-500``) are ordinary ones of a Trainer with Gemini's states inside. A folder under its
@@ -7,6 +7,7 @@ final name is a whole one: :mod:`gemini.integrations.huggingface` writes under a
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import math
@@ -19,14 +20,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
+import datasets
+import torch
+import trl
 from rich.console import Console
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from gemini.errors import human_bytes
+from gemini.errors import counted, human_bytes
 from gemini.integrations.huggingface_save import (
     as_checkpoint,
     check_resumable,
@@ -35,10 +40,129 @@ from gemini.integrations.huggingface_save import (
     newest,
     store_behind,
 )
-from gemini.jobs.errors import JobError, refusing
-from gemini.jobs.team import Team
+from gemini.jobs import JobError, refusing
 from gemini.memory.durable.folder import has_commit
+from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import Tier
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+_SUFFIXES = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+}
+
+
+def is_text(name: str | None) -> bool:
+    """Whether a name on the command line stands for plain text: a file or a pattern of none of the kinds of rows, or a
+    folder of ``.txt`` files.
+    """
+    path = Path(name or "")
+    if name and path.is_dir():
+        return any(path.rglob("*.txt")) and not any(p.suffix.lower() in _SUFFIXES for p in path.rglob("*"))
+    return _is_of_files(path) and path.suffix.lower() not in _SUFFIXES
+
+
+def _is_of_files(path: Path) -> bool:
+    return path.is_file() or any(char in str(path) for char in "*?[")
+
+
+def open_data(script: Any, mixture: Any, args: Any) -> dict[str, Any]:
+    """The splits by name. ``--test_split_size`` makes a test split of whatever has none, drawn from the seed."""
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
+    name, size = script.dataset_name, mixture.test_split_size
+    with refusing(f"--dataset_name {name}" if not mixture.datasets else "datasets"):
+        found = trl.get_dataset(mixture) if mixture.datasets else _open(name, script)
+    found = dict(found) if isinstance(found, dict) else {"train": found}
+    train, test = script.dataset_train_split, script.dataset_test_split
+    if size is not None and test not in found and train in found:
+        with refusing(f"--test_split_size {size:g} of {words_of(found, train)} (a file of text is one)"):
+            parts = found[train].train_test_split(test_size=size if size < 1 else int(size), seed=args.seed)
+            found |= {train: parts["train"], test: parts["test"]}
+    for split in (train, test) if evaluates(args) else (train,):
+        if split not in found:
+            remedy = " --test_split_size 0.05 takes one, --dataset_test_split names another." if split == test else ""
+            raise JobError(f"--dataset_name {name}: there is no split {split!r}, but {', '.join(found)}.{remedy}")
+    rows = found[train]
+    if hasattr(rows, "__len__") and (not len(rows) or (is_text(name) and not any(rows["text"]))):
+        raise JobError(f"--dataset_name {name}: there is nothing in it to learn.")
+    return found
+
+
+def evaluates(args: Any) -> bool:
+    """Whether a trainer's arguments ask for a split to evaluate on."""
+    return bool(args.eval_on_start or args.eval_strategy != "no")
+
+
+def _open(name: str, script: Any) -> Any:
+    path, how = Path(name), {"streaming": script.dataset_streaming}
+    if is_text(name):
+        how["sample_by"] = "document"
+    if _is_of_files(path):
+        return datasets.load_dataset(_SUFFIXES.get(path.suffix.lower(), "text"), data_files=name, **how)
+    if path.is_dir() and {"dataset_info.json", "dataset_dict.json"} & {p.name for p in path.iterdir()}:
+        return datasets.load_from_disk(name)
+    if not path.exists() and (path.suffix or name.count("/") > 1):
+        raise JobError(f"--dataset_name {name}: there is no such file or folder.")
+    return datasets.load_dataset(name, name=script.dataset_config, **how)
+
+
+class CountsRows:
+    """Put before a trainer of TRL's that makes tokens of rows beforehand: says what it cuts and leaves out.
+
+    Attributes:
+        told: a line for each dataset.
+    """
+
+    told: tuple[str, ...] = ()
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
+        prepare: Any = super()._prepare_dataset  # type: ignore[misc]
+        kept = prepare(dataset, processing_class, args, *rest)
+        most = getattr(args, "max_length", None)
+        if most is None or not hasattr(dataset, "__len__") or "input_ids" in dataset.column_names:
+            return kept
+        uncut = copy.copy(args)
+        uncut.max_length = None
+        # SFT's comes with whether to pack and a function before the name: whole rows are not packed.
+        packs = len(rest) == 3 and rest[0]
+        whole = prepare(dataset, processing_class, uncut, *([False, *rest[1:]] if len(rest) == 3 else rest))
+        lengths = lengths_of(whole)
+        cut = 0 if packs and args.packing_strategy != "bfd" else sum(length > most for length in lengths)
+        left_out = 0 if packs else len(whole) - len(kept)
+        parts = [f"{'rows' if rest[-1] == 'train' else 'rows to evaluate on'}: {len(lengths):,}"]
+        parts += [f"packed into {counted(len(kept), 'sequence')} of --max_length {most}"] if packs else []
+        parts += [f"{cut:,} longer than --max_length {most}"] if cut or not packs else []
+        parts += [f"{left_out:,} left out"] if left_out else []
+        parts += [f"longest {max(lengths, default=0):,}, median {int(median(lengths or [0])):,} tokens"]
+        hint = " (a larger --max_length cuts fewer, and takes more memory)" if cut or left_out else ""
+        line = "; ".join(parts) + hint
+        self.told = (*self.told, line)
+        if not len(kept):
+            raise JobError(f"--max_length {most} leaves nothing of any row to learn: give a larger one. {line}")
+        return kept
+
+
+def lengths_of(rows: Any) -> list[int]:
+    """The tokens of each row: of a pair of answers those of the longer one."""
+    parts = [c for c in rows.column_names if c in ("input_ids", "prompt_ids", "completion_ids")]
+    pair = [c for c in rows.column_names if c in ("chosen_ids", "rejected_ids")]
+    return [
+        sum(len(row[c]) for c in parts) + max((len(row[c]) for c in pair), default=0)
+        for row in rows.select_columns(parts + pair)
+    ]
+
+
+def words_of(found: dict[str, Any], split: str) -> str:
+    """A split before it becomes tokens, in words."""
+    rows, columns = found[split], found[split].column_names or ["?"]
+    return f"{counted(len(rows), 'row') if hasattr(rows, '__len__') else 'a stream'} of {', '.join(columns)}"
+
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 
@@ -220,8 +344,8 @@ class Stop(TrainerCallback):
     first rank; the second one takes effect as ever. ``heeded``: whether the run was ended by one.
     """
 
-    def __init__(self, team: Team, console: Console) -> None:
-        self._team, self._console = team, console
+    def __init__(self, wire: Wire, console: Console) -> None:
+        self._wire, self._console = wire, console
         self.wanted = self.heeded = False
         self._before: dict[int, Any] = {}
 
@@ -237,11 +361,12 @@ class Stop(TrainerCallback):
         self.wanted = True
         self.__exit__()
         # Straight to the descriptor: the signal may come in the middle of a print, whose buffer would be printed twice.
-        if self._team.is_first:
+        if self._wire.rank == 0:
             os.write(2, _ANSWER)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self._team.any(self.wanted, "the wish to stop"):
+        wishes = self._wire.swap(Tag.VALUES, torch.tensor([float(self.wanted)], device="cpu"), "the wish to stop")
+        if not wishes.any():
             return
         if not self.wanted:
             self._console.print("Another rank was asked to stop: stopping after this step, then saving.")
