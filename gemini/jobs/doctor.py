@@ -86,7 +86,6 @@ def _versions() -> Iterator[str]:
     others = {*importlib.metadata.packages_distributions().get("gemini", [])} - {"gemini-offload"}
     if others:
         yield f"ANOTHER PACKAGE IS CALLED gemini TOO, of {', '.join(sorted(others))}: each overwrites the other's files"
-        yield f"  pip uninstall {' '.join(sorted(others))}, then install Gemini again"
 
 
 def _version(name: str) -> str:
@@ -101,11 +100,8 @@ def _cpu() -> Iterator[str]:
 
 
 def _cpu_name() -> str:
-    """As Linux has it, or what Python knows."""
-    with suppress(OSError):
-        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
-    return platform.processor() or platform.machine()
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return found[1] if found else platform.machine()
 
 
 def _memory() -> Iterator[str]:

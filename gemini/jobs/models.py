@@ -103,20 +103,32 @@ _REMEDY = (
 )
 
 
-def load_tokenizer(name: str, *, trust: bool = False, revision: str = "main") -> Any:
-    """The tokenizer of a model folder, or of a name that transformers finds; a JobError if it cannot read text."""
-    folder, asked = Path(name), f"--model_name_or_path {name}"
-    with refusing(f"{asked}: its tokenizer cannot be loaded", f".{_REMEDY}"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            name, local_files_only=folder.is_dir(), trust_remote_code=trust, revision=revision
-        )
-        ids = tokenizer.encode(_SAMPLE, add_special_tokens=False)
-    # Of missing files transformers makes tokenizers that know nothing; what tokenizer.json says is the user's own.
-    if folder.is_dir() and not (folder / "tokenizer.json").is_file() and len({*ids} - {tokenizer.unk_token_id}) < 3:
+def tokenizer_of(source: ModelSource, *, trust: bool = False, revision: str = "main") -> tuple[Any, str]:
+    """The tokenizer of a model, and what it is; a JobError if it reads no text, or has more tokens than the model."""
+    if source.tokenizer is None:
+        tokenizer, words = byte_tokenizer(), "byte-level tokens (ids 0..255, 256 ends a document)"
+    else:
+        folder, asked = Path(source.tokenizer), f"--model_name_or_path {source.tokenizer}"
+        with refusing(f"{asked}: its tokenizer cannot be loaded", f".{_REMEDY}"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source.tokenizer, local_files_only=folder.is_dir(), trust_remote_code=trust, revision=revision
+            )
+            ids = {*tokenizer.encode(_SAMPLE, add_special_tokens=False)} - {tokenizer.unk_token_id}
+        # Of missing files transformers makes tokenizers that know nothing; what tokenizer.json says is the user's own.
+        if folder.is_dir() and not (folder / "tokenizer.json").is_file() and len(ids) < 3:
+            raise JobError(
+                f"{asked}: the folder has no tokenizer, or a part of one, which cannot read {_SAMPLE!r}.{_REMEDY}"
+            )
+        words = f"tokenizer of {source.tokenizer} with {len(tokenizer)} ids"
+    vocabulary = source.config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
         raise JobError(
-            f"{asked}: the folder has no tokenizer, or a part of one, which cannot read {_SAMPLE!r}.{_REMEDY}"
+            f"{source.label} has a vocabulary of {vocabulary}; {words} need {len(tokenizer)}. Give a config with a "
+            f"vocab_size of at least {len(tokenizer)}."
         )
-    return tokenizer
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer, words
 
 
 _CHAT = (

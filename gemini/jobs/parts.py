@@ -12,7 +12,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import signal
 import tempfile
 import zlib
@@ -71,8 +70,10 @@ def _is_of_files(path: Path) -> bool:
     return path.is_file() or any(char in str(path) for char in "*?[")
 
 
-def open_data(script: Any, mixture: Any, args: Any) -> dict[str, Any]:
-    """The splits by name. ``--test_split_size`` makes a test split of whatever has none, drawn from the seed."""
+def open_data(script: Any, mixture: Any, args: Any) -> tuple[Any, Any]:
+    """What is trained on, and what is evaluated on (None if nothing is). ``--test_split_size`` makes a test split of
+    whatever has none, drawn from the seed.
+    """
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
     name, size = script.dataset_name, mixture.test_split_size
@@ -81,22 +82,18 @@ def open_data(script: Any, mixture: Any, args: Any) -> dict[str, Any]:
     found = dict(found) if isinstance(found, dict) else {"train": found}
     train, test = script.dataset_train_split, script.dataset_test_split
     if size is not None and test not in found and train in found:
-        with refusing(f"--test_split_size {size:g} of {words_of(found, train)} (a file of text is one)"):
+        with refusing(f"--test_split_size {size:g} of {words_of(found[train])} (a file of text is one)"):
             parts = found[train].train_test_split(test_size=size if size < 1 else int(size), seed=args.seed)
             found |= {train: parts["train"], test: parts["test"]}
-    for split in (train, test) if evaluates(args) else (train,):
+    evaluates = args.eval_on_start or args.eval_strategy != "no"
+    for split in (train, test) if evaluates else (train,):
         if split not in found:
             remedy = " --test_split_size 0.05 takes one, --dataset_test_split names another." if split == test else ""
             raise JobError(f"--dataset_name {name}: there is no split {split!r}, but {', '.join(found)}.{remedy}")
     rows = found[train]
     if hasattr(rows, "__len__") and (not len(rows) or (is_text(name) and not any(rows["text"]))):
         raise JobError(f"--dataset_name {name}: there is nothing in it to learn.")
-    return found
-
-
-def evaluates(args: Any) -> bool:
-    """Whether a trainer's arguments ask for a split to evaluate on."""
-    return bool(args.eval_on_start or args.eval_strategy != "no")
+    return rows, found[test] if evaluates else None
 
 
 def _open(name: str, script: Any) -> Any:
@@ -110,6 +107,12 @@ def _open(name: str, script: Any) -> Any:
     if not path.exists() and (path.suffix or name.count("/") > 1):
         raise JobError(f"--dataset_name {name}: there is no such file or folder.")
     return datasets.load_dataset(name, name=script.dataset_config, **how)
+
+
+def words_of(rows: Any) -> str:
+    """Rows before they become tokens, in words."""
+    number = counted(len(rows), "row") if hasattr(rows, "__len__") else "a stream"
+    return f"{number} of {', '.join(rows.column_names or '?')}"
 
 
 class CountsRows:
@@ -158,16 +161,7 @@ def lengths_of(rows: Any) -> list[int]:
     ]
 
 
-def words_of(found: dict[str, Any], split: str) -> str:
-    """A split before it becomes tokens, in words."""
-    rows, columns = found[split], found[split].column_names or ["?"]
-    return f"{counted(len(rows), 'row') if hasattr(rows, '__len__') else 'a stream'} of {', '.join(columns)}"
-
-
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
-
-_NEWEST = ("auto", "True", "true")
-"""Values of --resume_from_checkpoint that are no folder."""
 
 
 def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path | None:
@@ -178,36 +172,34 @@ def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path 
         resume: its folder; "auto" or "True" for the newest one, of which the latter must be there.
         store: the folder of the run's durable store.
     """
+    is_newest = resume in ("auto", "True", "true")
     kept = None if store is None or not has_commit(store) else committed(store)
     is_own = kept is not None and kept.run == os.path.realpath(out)
-    if kept is not None and not is_own and resume in (None, *_NEWEST):
+    if kept is not None and not is_own and (resume is None or is_newest):
         raise JobError(
             f"--nvme_path {store} holds the durable store of {f'the run in {kept.run}' if kept.run else 'a program'}, "
             "which this run would replace. Give another folder, or go on from it with --resume_from_checkpoint and "
             "this folder."
         )
-    if resume in _NEWEST:
-        found = newest(str(out), store)
-        if found is None and resume != "auto":
-            raise JobError(
-                f"--resume_from_checkpoint {resume}: {out} has no checkpoint; with auto it would start anew."
-            )
-        return None if found is None else Path(found)
     if resume is None:
         last = last_whole(str(out))
-        if last is None and not is_own:
-            return None
-        where = f"in the durable store {store}" if last is None else Path(last).name
-        raise JobError(
-            f"--output_dir {out} holds checkpoints of an earlier run, the newest is {where}. Continue it with "
-            "--resume_from_checkpoint auto, or start anew in another --output_dir."
-        )
-    path = Path(resume)
+        if last is not None or is_own:
+            where = f"in the durable store {store}" if last is None else Path(last).name
+            raise JobError(
+                f"--output_dir {out} holds checkpoints of an earlier run, the newest is {where}. Continue it with "
+                "--resume_from_checkpoint auto, or start anew in another --output_dir."
+            )
+        return None
+    if is_newest:
+        found = newest(str(out), store)
+        if found is None and resume != "auto":
+            raise JobError(f"--resume_from_checkpoint {resume}: {out} has no checkpoint; auto would start anew.")
+        return None if found is None else Path(found)
     with refusing(f"--resume_from_checkpoint {resume}"):
-        if (durable := committed(path)) is not None:
-            return as_checkpoint(path, durable, out)
+        if (durable := committed(Path(resume))) is not None:
+            return as_checkpoint(Path(resume), durable, out)
         check_resumable(resume)
-    return path
+    return Path(resume)
 
 
 def prepare_out(out: Path) -> None:
@@ -231,17 +223,6 @@ def claimed(out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
-
-
-def check_room(out: Path, params: int, trained: int, keep: int) -> None:
-    """Refuse a run whose checkpoints the drive has no room for; one more than is kept exists while it is written."""
-    checkpoint = 2 * params + 12 * trained  # weights as a model, and what training goes on from
-    free, needed = shutil.disk_usage(out).free, checkpoint * (keep + 1)
-    if needed > free:
-        raise JobError(
-            f"--output_dir {out} has {human_bytes(free)} free, and {keep + 1} checkpoints of {human_bytes(checkpoint)} "
-            f"take {human_bytes(needed)}. Choose another drive, a smaller --save_total_limit, or --save_strategy no."
-        )
 
 
 # ---- between the steps -----------------------------------------------------------------------------------------------
@@ -315,21 +296,28 @@ _SHOWN = {
     "accuracy": "accuracy {:.4g}",
     "grad_norm": "grad norm {:.3g}",
     "tokens_per_second": "{:,.0f} tok/s",
+    **{f"{tier.value}_bytes": f"{tier.value} {{}}" for tier in Tier},
+    "waits": "waits {}",
+    "seconds_left": "{} left",
+    "learning_rate": "lr {:.3g}",
 }
 """What is shown of a row, in this order."""
 
 
 def _figures(logs: dict[str, Any]) -> list[str]:
     """The figures of a row, those that a person looks at first."""
-    words = [form.format(logs[name]) for name, form in _SHOWN.items() if logs.get(name) is not None]
-    words[0] = words[0].replace("-0.0000", "0.0000")  # the loss of GRPO is at first nothing but for rounding
-    words += [f"{t.value} {human_bytes(logs[f'{t.value}_bytes'])}" for t in Tier if f"{t.value}_bytes" in logs]
+    shown = {name: value for name, value in logs.items() if name in _SHOWN and value is not None}
+    shown |= {name: human_bytes(value) for name, value in shown.items() if name.endswith("_bytes")}
+    if "loss" in shown:
+        shown["loss"] = round(shown["loss"], 4) + 0.0  # -0.0 is none: that of GRPO is at first nothing but for rounding
+    if "seconds_left" in shown:
+        shown["seconds_left"] = timedelta(seconds=round(shown["seconds_left"]))
     waits = {key.removeprefix("waits_for_"): value for key, value in logs.items() if key.startswith("waits_for_")}
     cause, waited = max(waits.items(), key=lambda item: item[1], default=("", 0.0))
     share = waited / max(logs.get("step_seconds", 0.0), 1e-9)
-    words += [f"waits {min(1, share):.0%} for {cause.replace('_', ' ')}"] if share > 0.05 else []
-    words += [f"{timedelta(seconds=round(logs['seconds_left']))} left"] if "seconds_left" in logs else []
-    return words + ([f"lr {logs['learning_rate']:.3g}"] if "learning_rate" in logs else [])
+    if share > 0.05:
+        shown["waits"] = f"{min(1, share):.0%} for {cause.replace('_', ' ')}"
+    return [form.format(shown[name]) for name, form in _SHOWN.items() if name in shown]
 
 
 # ---- Ctrl-C, and a polite kill ---------------------------------------------------------------------------------------

@@ -39,16 +39,14 @@ from gemini.integrations.beside import budget_for
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.settings import parallel_of
 from gemini.jobs import JobError, refusing
-from gemini.jobs.models import ModelSource, byte_tokenizer, find_model, hush, load_tokenizer
+from gemini.jobs.models import ModelSource, find_model, hush, tokenizer_of
 from gemini.jobs.parts import (
     CountsRows,
     Position,
     Shown,
     Stop,
-    check_room,
     choose,
     claimed,
-    evaluates,
     identity_of,
     open_data,
     prepare_out,
@@ -122,9 +120,12 @@ class Run:
         # Of several folders the first one has the records.
         store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
         found = choose(args.resume_from_checkpoint or None, self.out, store=store) if self.wire.rank == 0 else None
-        data = open_data(script, options.mixture, args)
-        tokenizer = self._tokenizer(source, data)
-        identity = identity_of(data[script.dataset_train_split], args.seed, getattr(args, "max_length", None))
+        rows, held_out = open_data(script, options.mixture, args)
+        tokenizer, words = tokenizer_of(source, trust=args.trust_remote_code, revision=options.model.model_revision)
+        self._say(f"data: {words_of(rows)}; {words}")
+        if held_out is not None:
+            self._say(f"to evaluate on: {words_of(held_out)}")
+        identity = identity_of(rows, args.seed, getattr(args, "max_length", None))
         self.position = Position(identity)
         told = self._tell([None if found is None else str(found), identity], "the preparation of the job")
         self._resume: str | None = told[0][0]
@@ -134,34 +135,13 @@ class Run:
         self.model = self._managed(source)
         self._stop = Stop(self.wire, console)
         watching = [MetricsCallback(), Shown(console, self._resume), self._stop, self.position]
-        self.trainer = self._trainer(data, tokenizer, callbacks=watching, **(rewards or {}))
+        self.trainer = self._trainer(rows, held_out, tokenizer, callbacks=watching, **(rewards or {}))
 
     def _tell(self, value: Any, what: str) -> list[Any]:
         """The ``value`` (plain, as in JSON) of every rank. All call it at the same point, called ``what``."""
         return [json.loads(text) for text in self.wire.exchange_texts(json.dumps(value), what)]
 
     # ---- before the first step ---------------------------------------------------------------------------------------
-
-    def _tokenizer(self, source: ModelSource, data: dict[str, Any]) -> Any:
-        """The tokenizer, once it is known that the model has a number for each of its tokens."""
-        model, args, script = self.options.model, self.options.args, self.options.script
-        if source.tokenizer is None:
-            tokenizer, words = byte_tokenizer(), "byte-level tokens (ids 0..255, 256 ends a document)"
-        else:
-            tokenizer = load_tokenizer(source.tokenizer, trust=args.trust_remote_code, revision=model.model_revision)
-            words = f"tokenizer of {source.tokenizer} with {len(tokenizer)} ids"
-        vocabulary = source.config.get_text_config().vocab_size
-        if len(tokenizer) > vocabulary:
-            raise JobError(
-                f"{source.label} has a vocabulary of {vocabulary}; {words} need {len(tokenizer)}. Give a config with a "
-                f"vocab_size of at least {len(tokenizer)}."
-            )
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        self._say(f"data: {words_of(data, script.dataset_train_split)}; {words}")
-        if evaluates(args):
-            self._say(f"to evaluate on: {words_of(data, script.dataset_test_split)}")
-        return tokenizer
 
     def _managed(self, source: ModelSource) -> Any:
         """The model in its tiers, and the plan of it on the screen."""
@@ -191,8 +171,6 @@ class Run:
         model.train()
         params = list(model.parameters())
         count, trained = sum(map(num_weights, params)), sum(p.numel() for p in params if p.requires_grad)
-        if args.save_strategy != "no" and self.wire.rank == 0:
-            check_room(self.out, count, trained, args.save_total_limit or 1)
         self._say(
             f"model: {source.label}, {count:,} params{'' if trained == count else f', {trained:,} of them trained'}, "
             f"{config.precision}, {model.config._attn_implementation} attention"
@@ -206,8 +184,8 @@ class Run:
         self._say(f"plan{' of rank 0' if size > 1 else ''}: {model._gemini_engine.decision.plan}")
         return model
 
-    def _trainer(self, data: dict[str, Any], tokenizer: Any, **more: Any) -> Any:
-        kind, args, script, ours = self.options.kind, self.options.args, self.options.script, self.options.ours
+    def _trainer(self, rows: Any, held_out: Any, tokenizer: Any, **more: Any) -> Any:
+        kind, args, ours = self.options.kind, self.options.args, self.options.ours
         use_cache = getattr(self.model.config, "use_cache", None)
         if getattr(args, "precompute_ref_log_probs", False):
             self._say("the reference is the model itself as it is now: what it says of each row is kept")
@@ -219,17 +197,10 @@ class Run:
             trainer: Any = counting(
                 model=self.model,
                 args=args,
-                train_dataset=data[script.dataset_train_split],
-                eval_dataset=data[script.dataset_test_split] if evaluates(args) else None,
+                train_dataset=rows,
+                eval_dataset=held_out,
                 processing_class=tokenizer,
                 **more,
-            )
-        judges = getattr(trainer, "reward_processing_classes", ())  # None of a reward that is a function
-        unmarked = any(known is not None and not known.chat_template for known in judges)
-        if unmarked and trl.is_conversational(next(iter(data[script.dataset_train_split]))):
-            raise JobError(
-                f"--reward_model_name_or_path {script.reward_model_name_or_path}: the data has chats, and this model's "
-                "tokenizer has no chat template. Save one with it, or give prompts that are text."
             )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # switched off for training; the saved model is to generate with it
