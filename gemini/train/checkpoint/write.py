@@ -45,8 +45,6 @@ from gemini.waiting import PROGRESS, Latch, await_latch
 _HOLDER = "checkpoint"
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """Staging where nothing is staged."""
-FILE_BYTES = 2 * 2**30
-"""About how large a file becomes: many streams on a parallel file system, few entries in a folder."""
 
 
 class PlanePart(NamedTuple):
@@ -255,7 +253,7 @@ def write_now(home: CheckpointHome, ranks: Handshake, store: ChunkStore) -> None
 
 
 class FolderHome(CheckpointHome):
-    """The folder ``place``, in which each rank has files of its own. The first one makes it under another name, which
+    """The folder ``place``, in which each rank has a file of its own. The first one makes it under another name, which
     it tells the others, and ends it: values, manifest, and the folder gets its name.
     """
 
@@ -266,8 +264,7 @@ class FolderHome(CheckpointHome):
         # Asked of an empty range, a plane says whether the host can read it where it is.
         self.in_place = all(source.plane.host_view(0, 0) is not None for source in self._sources.values())
         self.held, self.pending = set(), {}
-        self._files: dict[str, TensorFileWriter] = {}
-        """By source."""
+        self._file: TensorFileWriter | None = None
         # By source, in the order of its pieces, which therefore must be put in order.
         self._sums: dict[str, list[int]] = {key: [] for key in self._sources}
         self._made: Path | None = None
@@ -284,54 +281,40 @@ class FolderHome(CheckpointHome):
         return self._made.name
 
     def put(self, piece: Piece, device: Device, staging: torch.Tensor) -> None:
-        # With the first piece: a replica that puts nothing makes no files.
-        if not self._files:
-            self._open()
+        # With the first piece: a replica that puts nothing makes no file.
+        file = self._file = self._file or self._open()
         items, first = piece.read(device, staging), piece.start // piece.plane.block
         for source, start, stop in piece.cuts:
             at = source.first + start - first
-            written = self._files[source.key].write(source.spec.name, start, items[at : at + stop - start])
-            self._sums[source.key].append(written)
+            self._sums[source.key].append(file.write(source.spec.name, start, items[at : at + stop - start]))
 
-    def _open(self) -> None:
-        """Make the files, of about ``FILE_BYTES`` each."""
+    def _open(self) -> TensorFileWriter:
         # A folder that only the first rank sees would make each rank save a part that nobody finds.
         if not self._work.is_dir():
             raise StorageError(
                 f"{self._work}, which the first rank has made, is not there: ranks on several machines need a "
                 "directory that all of them share"
             )
-        groups: list[list[PlanePart]] = [[]]
-        filled = 0
-        for source in self._sources.values():
-            if filled and filled + source.spec.num_bytes > FILE_BYTES:
-                groups.append([])
-                filled = 0
-            groups[-1].append(source)
-            filled += source.spec.num_bytes
-        for number, group in enumerate(groups):
-            path = self._work / f"params-{self._rank:05d}-{number:05d}.safetensors"
-            file = TensorFileWriter(path, [source.spec for source in group])
-            self._files |= {source.key: file for source in group}
+        path = self._work / f"params-{self._rank:05d}-00000.safetensors"
+        return TensorFileWriter(path, [source.spec for source in self._sources.values()])
 
     def flush(self) -> None:
-        for file in dict.fromkeys(self._files.values()):
-            file.close()
+        if self._file is not None:
+            self._file.close()
 
     def commit(self, ranks: Handshake) -> None:
         ranks.step(self._listed, self._finish)
 
     def _listed(self) -> dict[str, Any]:
         """List what the manifest says of the files of this rank."""
-        listed: dict[str, Any] = {}
+        if self._file is None:
+            return {}
+        tensors = {}
         for key, source in self._sources.items():
-            file = self._files[key]
-            in_file = listed.setdefault(file.path.name, {"header": file.header_checksum, "tensors": {}})
-            entry = {"of": key, "start": source.offset, "sums": self._sums[key]}
-            in_file["tensors"][source.spec.name] = entry
+            entry = tensors[source.spec.name] = {"of": key, "start": source.offset, "sums": self._sums[key]}
             if source.handle.cut is not None:
                 entry["slice"] = source.handle.cut.rank
-        return listed
+        return {self._file.path.name: {"header": self._file.header_checksum, "tensors": tensors}}
 
     def _finish(self, listed: list[dict[str, Any]]) -> None:
         """Write values and manifest, on the first rank when all are done, and let the new one replace the old one."""
@@ -345,8 +328,8 @@ class FolderHome(CheckpointHome):
         replacing.swap(self._made, self.place)
 
     def end(self) -> None:
-        for file in self._files.values():
-            file.abandon()
+        if self._file is not None:
+            self._file.abandon()
         if self._made is not None:
             replacing.end(self._made)
 

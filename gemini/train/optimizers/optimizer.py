@@ -75,8 +75,6 @@ class HybridOptimizer(torch.optim.Optimizer):
     rule: UpdateRule = rules.ADAM
     # The number of the backward in which the groups were looked at last (`step_in_backward`).
     _backward_checked = -1
-    _checked_groups: list[Group] | None = None
-    """The groups as they were when they were looked at last, without their params."""
 
     def __init__(
         self,
@@ -230,19 +228,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._step_plain(param, group, index)
 
     def _refusal(self) -> Exception | None:
-        """Find what is wrong with the hyperparameters of the groups, which are looked at if anything of them is new."""
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        # Looking costs one comparison per value; checking a group costs far more, in every step.
-        before = self._checked_groups
-        if before is not None and len(before) == len(groups) and all(map(_is_same, groups, before)):
-            return None
-        self._checked_groups = None
+        """Find what is wrong with the hyperparameters of the groups."""
         for number, group in enumerate(self.param_groups):
             try:
                 self.rule.check_group(group, f"param group {number}")
             except (TypeError, ValueError) as e:
                 return e
-        self._checked_groups = groups
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -537,14 +528,6 @@ class HybridAdam(HybridOptimizer):
             weight_decay=weight_decay,
             decoupled=decoupled,
         )
-
-
-def _is_same(group: Group, checked: Group) -> bool:
-    """Whether no value of a group is another one. What may change in place (a tensor, a list) may have."""
-    fixed = (float, int, str, tuple, type(None))
-    return group.keys() == checked.keys() and all(
-        value is checked[key] and isinstance(value, fixed) for key, value in group.items()
-    )
 
 
 def refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

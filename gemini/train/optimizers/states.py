@@ -574,13 +574,11 @@ def agree_on_state(optimizer: Any, owner: Owner, state: Mapping[str, Any], refus
     def facts() -> Facts:
         values: dict[str, str] = {}
         for index, (group, loaded) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
-            handles = [handle_of(param) for param in group["params"]]
-            if not any(handles):
-                continue
+            pairs = zip(loaded["params"], map(handle_of, group["params"]), strict=True)
+            managed = [(key, handle) for key, handle in pairs if handle]
             # Hyperparameters alone: labels may differ, and no update depends on them.
-            for name in optimizer.defaults:
+            for name in optimizer.defaults if managed else ():
                 values[f"{name} of param group {index}"] = repr(plain(loaded.get(name, "not given")))
-            managed = [(key, handle) for key, handle in zip(loaded["params"], handles, strict=True) if handle]
             for key, handle in managed:
                 # A param without states says nothing: a rank that has some differs in that they are there.
                 for name, value in state["state"].get(key, {}).items():
