@@ -47,11 +47,9 @@ Fetch = Callable[[Sequence[Tensor]], list[float]]
 
 class DeviceSums:
     """The sums of some tiles, which stand on a device or will when it comes to that, until :func:`resolve` brings them.
-
-    Args:
-        tiles: fp64, a sum per tile; freed when the numbers are here.
-        stream: on which they are computed; None if the device has only one.
-        fetch: copies such tensors of the device, one after the other, to the host, behind everything on its stream.
+    ``tiles``: fp64, a sum per tile; freed when the numbers are here. ``stream``: on which they are computed; None if
+    the device has only one. ``fetch``: copies such tensors of the device, one after the other, to the host, behind
+    everything on its stream.
     """
 
     __slots__ = ("_fetch", "_found", "_stream", "_tiles")

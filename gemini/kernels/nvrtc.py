@@ -68,11 +68,7 @@ def text() -> str:
 
 
 class Compiler:
-    """NVRTC: ``library``, or the one that torch brings.
-
-    Raises:
-        CompilerMissing: if that is not there.
-    """
+    """NVRTC: ``library``, or the one that torch brings. Raises CompilerMissing if that is not there."""
 
     def __init__(self, library: ctypes.CDLL | None = None):
         self._library = library or _load_nvrtc()

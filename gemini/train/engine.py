@@ -57,11 +57,9 @@ from gemini.train.update.updates import Updates
 
 class Engine:
     """Everything that one wrapped model is trained with. Made, drained and closed by the training thread.
-
-    Args:
-        is_filled: params hold their values; else :meth:`take_home` is given what writes them.
-        cuts: by the id of a param of a model in slices, which slice it is.
-        of_stages: of one stage of a pipeline, the params of all of them in the order of the whole model.
+    ``is_filled``: params hold their values; else :meth:`take_home` is given what writes them. ``cuts``: by the id of a
+    param of a model in slices, which slice it is. ``of_stages``: of one stage of a pipeline, the params of all of them
+    in the order of the whole model.
     """
 
     def __init__(
@@ -254,10 +252,8 @@ def _company_of(
     sink: GradientSink,
 ) -> tuple[Company, GradientSink]:
     """Make the company of this rank, and what becomes of gradients: where other ranks have the same params, weights and
-    gradients are divided among them; else they are whole at home.
-
-    Args:
-        sink: takes this rank's part of what was added up, or all.
+    gradients are divided among them; else they are whole at home. ``sink``: takes this rank's part of what was added
+    up, or all.
     """
     store, problem = built.store, built.decision.problem
     if not ranks.shares_params:

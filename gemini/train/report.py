@@ -131,10 +131,8 @@ def make_report(
     tile_tokens: int | str | None = None,
     kept: Iterable[str] = (),
 ) -> MemoryReport:
-    """Make the report of a model as it stands, nothing being in flight.
-
-    Args:
-        kept: of each param that stays in fp32, why.
+    """Make the report of a model as it stands, nothing being in flight. ``kept``: of each param that stays in fp32,
+    why.
     """
     ledger, report = store.ledger, MemoryReport()
     report["fp32"] = dict(sorted(Counter(kept).items()))

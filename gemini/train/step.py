@@ -103,12 +103,9 @@ class Occupancy:
         )
 
     def begin_alone(self, works: Callable[[], Any] | None = None, inside: int | None = None) -> None:
-        """Be alone, when the forwards of other threads have ended. Not called by who is.
-
-        Args:
-            works: says whether it is at work still, should nobody call :meth:`end_alone`; by default for as long as
-                the thread lives.
-            inside: a thread in a forward that waits for this one meanwhile, if there is one.
+        """Be alone, when the forwards of other threads have ended. Not called by who is. ``works``: says whether it is
+        at work still, should nobody call :meth:`end_alone`; by default for as long as the thread lives. ``inside``: a
+        thread in a forward that waits for this one meanwhile, if there is one.
         """
         mark = _Mark(threading.current_thread(), works)
         if not self.inside and not self._queue and self._alone.setdefault("is", mark) is mark:

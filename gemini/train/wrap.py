@@ -176,10 +176,8 @@ def release(model: nn.Module) -> nn.Module:
 
 
 def settle(engine: Engine) -> None:
-    """Wait until nothing is under way in a model, and nobody behind training reads its chunks.
-
-    Raises:
-        GeminiError: if an update broke off.
+    """Wait until nothing is under way in a model, and nobody behind training reads its chunks. Raises GeminiError if an
+    update broke off.
     """
     # In this order: what an interrupt has left cannot be waited for, and a failed update is seen only after the wait.
     engine.recovery.forget_interrupted()
@@ -196,13 +194,10 @@ def park(engine: Engine) -> None:
 
 
 def unmanage(model: nn.Module, what: str) -> None:
-    """Make ``model`` an ordinary module with its full weights on the CPU, in the compute dtype.
-
-    Masters, states and gradients are gone, and so are chunks, budgets and spill file. With several ranks all of them
-    call it, and each gets the whole model.
-
-    Raises:
-        BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
+    """Make ``model`` an ordinary module with its full weights on the CPU, in the compute dtype. Masters, states and
+    gradients are gone, and so are chunks, budgets and spill file. With several ranks all of them call it, and each gets
+    the whole model. Raises BudgetExceeded if the weights need more than the free memory of the host; nothing was
+    changed.
     """
     engine = engine_of(model)
     engine.state.check_there()

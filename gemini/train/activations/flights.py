@@ -93,10 +93,8 @@ class Flight(Transfer):
 
 
 class Flights:
-    """The activations in flight of one model; none where its moves are made in turn.
-
-    Args:
-        tier: where they wait. To and from a drive they pass through page-aligned host buffers.
+    """The activations in flight of one model; none where its moves are made in turn. ``tier``: where they wait. To and
+    from a drive they pass through page-aligned host buffers.
     """
 
     def __init__(self, store: ChunkStore, tier: Tier):
@@ -120,10 +118,8 @@ class Flights:
     # ---- behind forward -----------------------------------------------------------------------------------------
 
     def save(self, offloaded: Offloaded, tensor: torch.Tensor) -> bool:
-        """Begin to move what ``tensor`` holds now. False if that is done in turn, or there is no room for it.
-
-        Raises:
-            StorageError: if an earlier one could not be written.
+        """Begin to move what ``tensor`` holds now. False if that is done in turn, or there is no room for it. Raises
+        StorageError if an earlier one could not be written.
         """
         if self.in_turn:
             return False
@@ -307,10 +303,8 @@ class Flights:
         return True
 
     def take(self, offloaded: Offloaded) -> torch.Tensor | None:
-        """Return the values, contiguous, if they came ahead or have not left yet; None: they must be moved now.
-
-        Raises:
-            StorageError: if they, or others, could not be written.
+        """Return the values, contiguous, if they came ahead or have not left yet; None: they must be moved now. Raises
+        StorageError if they, or others, could not be written.
         """
         self.check()
         if offloaded.error is not None:

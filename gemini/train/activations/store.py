@@ -45,10 +45,8 @@ _BETWEEN = (torch.autograd.function.__file__, saved_weights.__file__)
 
 class ActivationStore:
     """The store of the checkpointed activations of one model. Open while its outermost forward runs. Called by the
-    threads that run it and its backward; only :meth:`Offloaded.let_go` comes from anywhere.
-
-    Args:
-        tier: where they wait; that which computes: they stay where they are.
+    threads that run it and its backward; only :meth:`Offloaded.let_go` comes from anywhere. ``tier``: where they wait;
+    that which computes: they stay where they are.
     """
 
     def __init__(self, store: ChunkStore, calls: Calls, tier: Tier):

@@ -35,10 +35,7 @@ class GradientHomes:
     """
 
     def __init__(self, handles: list[ParamHandle], store: ChunkStore, *, working_set: int):
-        """
-        Args:
-            working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
-        """
+        """``working_set``: bytes of the computing tier that a step takes beside planes, which sums must leave free."""
         self._handles, self._working_set = handles, working_set
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
         self._manager, self._files, self._transfers = store.manager, store.files, store.transfers

@@ -44,13 +44,9 @@ class GradientNorms:
         return self._slices.size == self._stages.size == 1
 
     def total_sum(self, handles: list[ParamHandle]) -> float:
-        """Sum of squares over all gradients: per-param sums in tile order, params in declaration order.
-
-        On CUDA the host waits for those it has not seen yet, once for all of them. Where params are slices, sums are
-        those of whole gradients, and all ranks with the others come here.
-
-        Raises:
-            GeminiError: if one of them is not whole.
+        """Sum of squares over all gradients: per-param sums in tile order, params in declaration order. On CUDA the
+        host waits for those it has not seen yet, once for all of them. Where params are slices, sums are those of whole
+        gradients, and all ranks with the others come here. Raises GeminiError if one of them is not whole.
         """
         counted = [(handle, total) for handle, total in self._totals(handles) if handle not in self._copies]
         # In one order on all ranks and placements: a sum in another order has other bits.
@@ -59,12 +55,8 @@ class GradientNorms:
 
     def clip_factor(self, max_norm: float) -> kernels.ClipFactor | None:
         """The factor that clipping all gradients takes, left on the device that summed them; None where the host has a
-        part in it.
-
-        The same order as in :meth:`total_sum`, so the same bits.
-
-        Raises:
-            GeminiError: if a gradient is not whole.
+        part in it. The same order as in :meth:`total_sum`, so the same bits. Raises GeminiError if a gradient is not
+        whole.
         """
         there = _whole(self._handles)
         if not self.knows_only_own or not there or any(handle.clip != 1.0 for handle in there):

@@ -116,9 +116,7 @@ def _running_scale() -> Scale:
 
 class Scaling:
     """The loss scale of one model's gradients. Called by the training thread, or by the one that runs its backward.
-
-    Args:
-        is_needed: whether gradients that are not scaled are refused: in fp16.
+    ``is_needed``: whether gradients that are not scaled are refused: in fp16.
     """
 
     def __init__(self, params: ParamSet, state: StepState, gradients: GradientStore, *, is_needed: bool):
@@ -133,14 +131,10 @@ class Scaling:
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """A gradient is about to land: find, once for each backward, which scale it has.
-
-        Not when a backward reaches the model: ``torch.autograd.grad`` with respect to inputs keeps nothing of a param,
-        and needs no scale.
-
-        Raises:
-            GeminiError: in fp16 if it has none, and where gradients of different scales would be added up. None has
-                landed of this backward.
+        """A gradient is about to land: find, once for each backward, which scale it has. Not when a backward reaches
+        the model: ``torch.autograd.grad`` with respect to inputs keeps nothing of a param, and needs no scale. Raises
+        GeminiError in fp16 if it has none, and where gradients of different scales would be added up. None has landed
+        of this backward.
         """
         # By number, not by phase: a backward that broke off leaves its phase to the next one.
         task = _graph_task()

@@ -108,10 +108,8 @@ class GradientStore:
     """
 
     def __init__(self, handles: list[ParamHandle], store: ChunkStore, norms: GradientNorms, *, working_set: int):
-        """
-        Args:
-            norms: of these gradients.
-            working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
+        """``norms``: of these gradients. ``working_set``: bytes of the computing tier that a step takes beside planes,
+        which sums must leave free.
         """
         self.norms, self._handles = norms, handles
         self.homes = GradientHomes(handles, store, working_set=working_set)
@@ -293,20 +291,16 @@ class GradientStore:
         return all(own and not any(isinstance(s, kernels.DeviceSums) and not s.is_here for s in own) for own in sums)
 
     def await_sums(self) -> None:
-        """Wait for the sums that the host makes as gradients land. Those of a device are never waited for here.
-
-        Raises:
-            StorageError and whatever else kept a gradient from landing.
+        """Wait for the sums that the host makes as gradients land. Those of a device are never waited for here. Raises
+        StorageError and whatever else kept a gradient from landing.
         """
         for landing in list(self.landing.values()) if self.landing else ():
             if landing.copies is DONE and self._transfers.wait(landing, *WAIT_FOR_LANDING) is not None:
                 self.drain()
 
     def drain(self) -> None:
-        """Wait until every gradient has landed.
-
-        Raises:
-            StorageError and whatever else kept one from it; what has landed stays.
+        """Wait until every gradient has landed. Raises StorageError and whatever else kept one from it; what has landed
+        stays.
         """
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
 
@@ -477,10 +471,8 @@ class GradientStore:
                 self.drain()
 
     def discard(self, handles: list[ParamHandle], *, leftover: Leftover = Leftover.NOTHING) -> None:
-        """Forget gradients, and what failed of their landing.
-
-        Args:
-            leftover: what stands in their place; nothing stays nothing where there was none.
+        """Forget gradients, and what failed of their landing. ``leftover``: what stands in their place; nothing stays
+        nothing where there was none.
         """
         # What failed of their landing is forgotten with them. After a step there are none, and what still lands is on
         # its way to the updates of that.

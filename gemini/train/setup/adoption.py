@@ -21,11 +21,7 @@ from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings, mak
 
 
 class Adoption:
-    """The params of one model change hands.
-
-    Args:
-        is_divided: whether the rest of each param is on other ranks.
-    """
+    """The params of one model change hands. ``is_divided``: whether the rest of each param is on other ranks."""
 
     def __init__(
         self,

@@ -20,11 +20,8 @@ from gemini.train.params.handle import handles_of
 
 
 def refuse_unwrappable(structure: Structure, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
-    """Refuse a model whose modules, params or buffers cannot be managed; nothing is changed.
-
-    Args:
-        structure: of a model that is not managed yet, with its values.
-        managed_class: the class that the model would get.
+    """Refuse a model whose modules, params or buffers cannot be managed; nothing is changed. ``structure``: of a model
+    that is not managed yet, with its values. ``managed_class``: the class that the model would get.
     """
     _check_listed_alike(structure.model)
     for path, module in structure.modules:

@@ -227,11 +227,8 @@ class GuessRecord:
         return len(self._steps) == _STEPS and self.pays and 2 * sum(self._waits) > _STEPS
 
     def note_step(self, *, is_plain: bool, waiting: float = 0.0) -> None:
-        """A step was made, or skipped.
-
-        Args:
-            is_plain: nothing was clipped, and all was finite.
-            waiting: which part of its time was waiting for updates.
+        """A step was made, or skipped. ``is_plain``: nothing was clipped, and all was finite. ``waiting``: which part
+        of its time was waiting for updates.
         """
         was_kept, was_undone = self.num_kept > self._kept_before, self.num_undone > self._undone_before
         self._steps.append(is_plain and not was_undone)

@@ -35,10 +35,8 @@ from gemini.train.update.updates import Updates
 
 class GradientSink:
     """Where the gradients of one model go. For one process, or for ranks none of which has the same params. Called
-    inside a backward, on the thread that runs it, and by the training thread at the step.
-
-    Args:
-        transient: whether gradients are kept nowhere.
+    inside a backward, on the thread that runs it, and by the training thread at the step. ``transient``: whether
+    gradients are kept nowhere.
     """
 
     divides = False  # whether ranks divide them

@@ -121,12 +121,9 @@ class Part(NamedTuple):
 
 
 class Tile:
-    """A part of a chunk's update. Begun, run and finished by one thread.
-
-    Args:
-        stop: on the device: nothing is updated there if it is not 0 by then.
-        factor: on the device: what gradients are multiplied by there, in place of the scalars' own.
-        guess: of which this is a part, and which may have to be undone.
+    """A part of a chunk's update. Begun, run and finished by one thread. ``stop``: on the device: nothing is updated
+    there if it is not 0 by then. ``factor``: on the device: what gradients are multiplied by there, in place of the
+    scalars' own. ``guess``: of which this is a part, and which may have to be undone.
     """
 
     def __init__(
@@ -466,11 +463,9 @@ STREAM = "update"  # the stream of the device on which streamed updates are comp
 
 
 class StreamedTile(Tile):
-    """A part of such an update; its staging is memory of the device.
-
-    Args:
-        ready: what the computing device was given before the update was handed over. Gradients that stand on the
-            device are there then, and nothing reads the weights any more.
+    """A part of such an update; its staging is memory of the device. ``ready``: what the computing device was given
+    before the update was handed over. Gradients that stand on the device are there then, and nothing reads the weights
+    any more.
     """
 
     def __init__(self, mover: Mover, update: ChunkUpdate, part: Part, *, ready: Event):

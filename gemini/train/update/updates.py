@@ -54,10 +54,8 @@ _WAITING = OF_BUDGET - {Turn.FLIGHTS}  # asked for gradients that wait for their
 
 
 class Updates:
-    """The updates of one model. Called by the training thread alone, but for :meth:`note_lost`.
-
-    Args:
-        alone: whether the model is this process's only.
+    """The updates of one model. Called by the training thread alone, but for :meth:`note_lost`. ``alone``: whether the
+    model is this process's only.
     """
 
     def __init__(
@@ -351,10 +349,8 @@ class Updates:
     # ---- waiting ------------------------------------------------------------------------------------------------
 
     def wait(self, chunk: Chunk) -> None:
-        """Wait until the chunk's update is over; one that is only guessed is undone.
-
-        Raises:
-            StorageError and whatever else broke an update off.
+        """Wait until the chunk's update is over; one that is only guessed is undone. Raises StorageError and whatever
+        else broke an update off.
         """
         job = self.pending.get(chunk.spec.index)
         if job is not None:

@@ -94,13 +94,9 @@ class UpdateJob(Transfer, PendingUpdate):
 
 class UpdateWorker(JobThread):
     """The thread that updates. Everything here but ``all_cores``, ``settle`` and the queue is its own: no lock is taken
-    for it.
-
-    Args:
-        slots: staging for tiles that cannot be updated in place; without any, only chunks that can be are accepted.
-        books: who keeps the books of updates in flight, and is told what broke one off. A worker must not keep a
-            model alive.
-        device_slots: staging on the device, for tiles that are streamed.
+    for it. ``slots``: staging for tiles that cannot be updated in place; without any, only chunks that can be are
+    accepted. ``books``: who keeps the books of updates in flight, and is told what broke one off. A worker must not
+    keep a model alive. ``device_slots``: staging on the device, for tiles that are streamed.
     """
 
     def __init__(
