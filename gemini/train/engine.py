@@ -192,13 +192,7 @@ def engine_of(model: Any) -> Engine:
     return engine
 
 
-def _make_parts(
-    built: Built,
-    config: GeminiConfig,
-    ranks: Ranks,
-    rule: UpdateRule,
-    slices: Wire,
-) -> Parts:
+def _make_parts(built: Built, config: GeminiConfig, ranks: Ranks, rule: UpdateRule, slices: Wire) -> Parts:
     """Make what computes with weights out of their homes, gradients and activations in, updates between."""
     params, store, state, shared = built.params, built.store, StepState(), ranks.shares_params
     store.ledger.if_alone = state.occupancy.if_alone
@@ -221,8 +215,15 @@ def _make_parts(
     activations = make_activation_store(store, calls, built.decision.offload_activations)
     scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
     transient = config.gradients == "transient"
-    own = GradientSink(params, store, state, updates, gradients, scaling, transient=transient)
-    company, sink = _company_of(ranks, config, built, rule, own)
+    sink = GradientSink(params, store, state, updates, gradients, scaling, transient=transient)
+    company = Company(ranks, store.mover)
+    if shared:
+        # Where other ranks have the same params, weights and gradients are divided among them.
+        problem, follows = built.decision.problem, store.transfers.beside and ranks.context.size == 1
+        shards = Shards(ranks, params, store, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows)
+        company, sink = shards, Reduction(shards, sink, dtype=reduce_dtype(config), room=problem.in_flight)
+        if ranks.size > 1:
+            store.manager.source = shards
     return Parts(
         params=params,
         store=store,
@@ -242,25 +243,3 @@ def _make_parts(
         by_names=ByName(params.handles, store, state, observers=writes, company=company, slices=slices),
         slices=slices,
     )
-
-
-def _company_of(
-    ranks: Ranks,
-    config: GeminiConfig,
-    built: Built,
-    rule: UpdateRule,
-    sink: GradientSink,
-) -> tuple[Company, GradientSink]:
-    """Make the company of this rank, and what becomes of gradients: where other ranks have the same params, weights and
-    gradients are divided among them; else they are whole at home. ``sink``: takes this rank's part of what was added
-    up, or all.
-    """
-    store, problem = built.store, built.decision.problem
-    if not ranks.shares_params:
-        return Company(ranks, store.mover), sink
-    follows = store.transfers.beside and ranks.context.size == 1  # whose attention asks in between
-    shards = Shards(ranks, built.params, store, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows)
-    reduction = Reduction(shards, sink, dtype=reduce_dtype(config), room=problem.in_flight)
-    if ranks.size > 1:
-        store.manager.source = shards
-    return shards, reduction

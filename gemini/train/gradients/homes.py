@@ -108,21 +108,18 @@ class GradientHomes:
         tier = self._device.tier
         chunk.settle()  # an update of the step before may still read them
         self._await_landings()
+        num_bytes = sum(home.num_bytes for home in homes.values())
         near: dict[PlaneKind, Plane] = {}
         with WHOLE:
-            for kind, home in homes.items():
-                if not self._ledger.reserve_if_room(tier, home.num_bytes, GRAD, WELCOME):
-                    break
-                try:
+            if not self._ledger.reserve_if_room(tier, num_bytes, GRAD, WELCOME):
+                return
+            try:
+                for kind, home in homes.items():
                     spec = PlaneSpec(kind, str(home.dtype).removeprefix("torch."))
                     near[kind] = make_plane(spec, home.numel, tier, self._device, self._files)
-                except BaseException:
-                    self._ledger.release(tier, home.num_bytes, GRAD)
-                    self._end(*near.values())
-                    raise
-            if len(near) < len(homes):
-                self._end(*near.values())
-                return
+            except BaseException:
+                self._ledger.release(tier, num_bytes, GRAD)
+                raise
             chunk.change_planes(near)
             moved.append((chunk, homes))
         if any(handle.has_grad for handle in self._handles if handle.chunk is chunk):

@@ -200,8 +200,6 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
         for i in range(len(problem.layout.chunks))
         for kind, num_bytes in problem.durable_bytes(i).items()
     }
-    if ranks.size == 1:
-        return StoreFolder(directories, sizes)
     return StoreFolder(directories, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
 
 

@@ -33,7 +33,7 @@ from gemini.ranks.group import Ranks
 from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
 from gemini.train.modules.codes import WHAT_WORKS, check_coded, scales_in
-from gemini.train.modules.mixed import MADE, KeepFp32, kept_in_fp32
+from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, own_buffers, own_params, structure_of
 from gemini.train.params.handle import handle_of, is_in_stages, optimizer_of
 from gemini.version import __version__
@@ -231,8 +231,6 @@ def decide(
     """The homes the config asks for, in the budgets there are. ``apart``: first names of params that share no chunk."""
     kept = kept_in_fp32(structure, config.precision, config.keep_fp32)
     own = trace_of(structure, config.precision, kept)
-    if config.keep_fp32 is None:
-        _warn_of_cast(structure, config)
     # Experts that are spread have chunks of their own, whose gradients other ranks add up.
     params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in own.params)
     own = replace(own, params=params)
@@ -252,17 +250,6 @@ def decide(
     # With "auto" the size of the tiles is that of the trace which was chosen.
     tile_tokens = chosen.trace.tile_tokens if config.tile_tokens in (None, "auto") else config.tile_tokens
     return chosen._replace(tile_tokens=tile_tokens, kept=kept)
-
-
-def _warn_of_cast(structure: Structure, config: GeminiConfig) -> None:
-    """Say which params ``keep_fp32=None`` casts that would stay as they are if it were left out."""
-    made = kept_in_fp32(structure, config.precision)
-    cast = [names[0] for param, names in structure.params if made.get(id(param)) == MADE]
-    if cast:
-        warn(
-            f"{len(cast)} params are float32 beside those in half precision (the first is {cast[0]!r}), and "
-            f"keep_fp32=None casts them to {config.precision} like all others: leave it out, and they stay as they are"
-        )
 
 
 def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig, ranks: Ranks) -> MemoryTrace:

@@ -157,9 +157,9 @@ class Guess:
                 home.copy_(new)
             self._new.clear()
             self._old.clear()
-            beside = self._planes.get(WEIGHTS) if self._in_sight and not self._is_over else None
-            # Only what no tile uses: one that runs now has a copy beside its weights until it has ended.
-            self._release(0 if beside is None else beside.num_bytes)  # a tile of weights may be on its way home
+            # Else `end` does it: a tile that runs now may have a copy beside its weights.
+            if self._is_over:
+                self._release()
             return True
 
     def drop(self) -> bool:
@@ -189,8 +189,8 @@ class Guess:
             raise
         self._release()
 
-    def _release(self, rest: int = 0) -> None:
-        num_bytes, self.num_bytes = self.num_bytes - rest, rest
+    def _release(self) -> None:
+        num_bytes, self.num_bytes = self.num_bytes, 0
         if num_bytes:
             self._ledger.release(Tier.CPU, num_bytes, HOLDER)
 
