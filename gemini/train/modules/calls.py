@@ -204,23 +204,16 @@ class Calls:
         self._release_all(record.chunks)
         return record
 
-    def hold(self, chunk: Chunk) -> CallRecord | None:
-        """Let the innermost call keep a chunk gathered that it reads though no param of its own is in it.
-
-        Returns the call, if the chunk is new to it.
-        """
-        call = self.innermost
-        if call is None:
-            return None
+    def hold(self, chunk: Chunk) -> None:
+        """Let the innermost call keep a chunk gathered that it reads though no param of its own is in it."""
+        if not (call := self.innermost):
+            return
         if chunk in call.kept:
             call.kept = tuple(kept for kept in call.kept if kept is not chunk)  # from here on it stays
-            return call
-        if chunk in call.chunks:
-            return None
-        self._acquire(chunk)
-        # Not in `exposed`: the params stay guarded, for the call reads a view that it has already.
-        call.chunks += (chunk,)
-        return call
+        elif chunk not in call.chunks:
+            self._acquire(chunk)
+            # Not in `exposed`: the params stay guarded, for the call reads a view that it has already.
+            call.chunks += (chunk,)
 
     def begin_backward(self, record: CallRecord) -> None:
         """Gather what the backward of a call reads, as its gradient has arrived, and let go of calls that are over."""

@@ -30,8 +30,7 @@ from torch.nn.utils import stateless
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm
 
-from gemini.errors import BudgetExceeded, GeminiError, human_bytes
-from gemini.memory.store import ChunkStore
+from gemini.errors import GeminiError
 from gemini.patches import register
 from gemini.train.modules.reading import Structure, compiled_part
 from gemini.train.params.guard import ManagedParameter
@@ -206,28 +205,6 @@ def refuse_inside_compiled() -> None:
             "a managed model was called inside of a function that torch.compile compiles: its weights come and go "
             f"between its modules, which compiled code has no place for. {BLOCKS_INSTEAD}"
         )
-
-
-def make_room_for_compiled(store: ChunkStore, structure: Structure) -> None:
-    """Refuse compiled parts that read more at once than fits, where they were compiled after wrapping. Nothing is in
-    flight.
-    """
-    refuse_compiled_whole(structure)
-    tier, ledger = store.device.tier, store.ledger
-    # Windows and the pool give way to other windows, so what they hold counts as free.
-    room = ledger.gatherable(tier)
-    for path, module in structure.modules:
-        if id(module) not in structure.compiled:
-            continue
-        chunks = {handle.chunk for handle in handles_of(module.parameters())}
-        needed = sum(chunk.window.num_bytes for chunk in chunks if chunk.window is not None)
-        if needed > room:
-            raise BudgetExceeded(
-                f"{path!r} was compiled after the model was wrapped and reads {human_bytes(needed)} at once, and "
-                f"{human_bytes(room)} of the {tier.value} budget are left for gathered weights. Compile before "
-                "GeminiDDP(model), which then leaves room for it, or raise the budget by "
-                f"{human_bytes(needed - room)}"
-            )
 
 
 @cache

@@ -11,7 +11,6 @@ update its new content is fetched at once. So a read is right, or there is no ro
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -142,10 +141,6 @@ class SavedWeights:
         self._handles: dict[int, list[ParamHandle]] = {}
         # By chunk: references to its storage that are ours, beside those of params that are views of it.
         self._own_references: dict[int, int] = {}
-        self._borrowers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules that a part of them has handed views of weights: what they save is looked at as well."""
-        # Those that have become so in this forward: see `begin_forward`.
-        self._new_borrowers: list[nn.Module] = []
         self.open_for: str | None = None
         """A param of the call for which the hooks were opened last."""
 
@@ -180,27 +175,14 @@ class SavedWeights:
     # ---- when the hooks are open ---------------------------------------------------------------------------------
 
     def begin_call(self, record: CallRecord) -> None:
-        """Open the hooks for a call whose weights move, or that was lent some by a part of it."""
-        if (record.chunks or record.module in self._borrowers) and torch.is_grad_enabled():
+        """Open the hooks for a call whose weights move."""
+        if record.chunks and torch.is_grad_enabled():
             with WHOLE:  # hooks that nobody has noted would stay open for good
                 record.num_hooks = self._push(is_for_others=0 < len(record.kept) == len(record.chunks))
                 record.hooks_in = torch._C._current_graph_task_id()
             there = _hooks._top_saved_tensors_default_hooks(False)
             record.pack = None if there is None else there[0]
-            if record.chunks:
-                self.open_for = record.chunks[0].spec.slots[0].name
-
-    def begin_forward(self) -> None:
-        """Take in new borrowers, as an outermost forward begins. Not sooner: a recomputation must open the same hooks
-        as the forward that it repeats.
-        """
-        while self._new_borrowers:
-            self._borrowers.add(self._new_borrowers.pop())
-
-    def lend(self, record: CallRecord) -> None:
-        """Open the hooks for a call from the next forward on: a part of it has left it a view of weights."""
-        if record.module is not None and record.module not in self._borrowers:
-            self._new_borrowers.append(record.module)
+            self.open_for = record.chunks[0].spec.slots[0].name
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class Beginning:
     """What a forward begins with, as far as it might change it. Made before each, so it copies nothing."""
 
     def __init__(self, model: nn.Module, batch: Any, draws: Draws, backward_number: int):
-        self._modules, self.draws, self._backward_number = _modules_of(model), draws, backward_number
+        self._modules, self.draws, self._backward_number = [*model.modules()], draws, backward_number
         self._given = tree_leaves(batch)
         self._versions = [*map(_version, self._given)]
         self._kept = [*map(marks_of, self._modules)]
@@ -101,16 +101,6 @@ class Beginning:
             if not ours.issuperset((*module._forward_hooks, *module._forward_pre_hooks)):
                 return f"the program has hooked a {name}"
         return None
-
-
-def _modules_of(model: nn.Module) -> list[nn.Module]:
-    """As ``model.modules()``, which takes ten times as long."""
-    found = {id(model): model}
-    for module in (todo := [model]):
-        new = [child for child in module._modules.values() if child is not None and id(child) not in found]
-        found.update((id(child), child) for child in new)
-        todo += new
-    return todo
 
 
 def _version(value: Any) -> int:

@@ -158,7 +158,6 @@ class ForwardPass:
         self.state.check_whole()
         self.state.check_there()
         if self._moves:
-            self._saved_weights.begin_forward()
             # A view of a window that somebody keeps shows the weights of before the last step until this.
             self._manager.refresh_lent()
             self._manager.begin_forward(in_step=torch.is_grad_enabled())
@@ -227,9 +226,7 @@ class ForwardPass:
     @own_work
     def lend(self, chunk: Chunk) -> None:
         """Let the call around a module keep a chunk gathered of which that has left a view behind."""
-        around = self.calls.hold(chunk)
-        if around is not None:
-            self._saved_weights.lend(around)
+        self.calls.hold(chunk)
 
     def close(self) -> None:
         """Refuse graphs that still refer to the weights: the model ends."""

@@ -24,7 +24,7 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.patches import replaced
 from gemini.train.modules import changing
 from gemini.train.modules.calls import begin_backward_of, passes_of
-from gemini.train.modules.changing import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
+from gemini.train.modules.changing import CompiledParts, hook_around, refuse_compiled_whole, refuse_inside_compiled
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
 from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewritten_by
 from gemini.train.observers import innermost_transform
@@ -272,7 +272,7 @@ def follow_compiled(model: nn.Module, passes: Passes) -> None:
     passes.drain()
     structure = Structure(model)  # what is read as a whole has changed
     # Before a hook is removed: what is refused here leaves the model as it was hooked.
-    make_room_for_compiled(passes.store, structure)
+    refuse_compiled_whole(structure)
     hooks = model.__dict__["_gemini_hooks"]
     for hook in hooks[NUM_ROOT_HOOKS:]:
         hook.remove()

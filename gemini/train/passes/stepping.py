@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gemini import kernels
-from gemini.errors import GeminiError, warn
+from gemini.errors import GeminiError
 from gemini.patches import replaced
 from gemini.ranks.agree import agree
 from gemini.rules import UpdateRule
@@ -57,25 +57,12 @@ class Stepping:
             store.durable is not None and updates.runs_beside and mode != "transient" and not self._sink.has_replicas
         )
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
-        self.looks_for_optimizers = True
-        """Whether the first step with gradients is still to come."""
         # `time.perf_counter()` when the step before was handed over.
         self._step_began = 0.0
         # Ranks must all skip a step or none, so where they share one the host has to know.
         self._may_stop_there = (
             store.device.tier is Tier.GPU and not self._sink.divides and parts.gradients.norms.knows_only_own
         )
-
-    def warn_of_no_optimizer(self) -> None:
-        """Name, after the first step and once per model, params with a gradient that nobody will use."""
-        self.looks_for_optimizers = False
-        left = [h for h in self._params.handles if h.has_grad and not h.optimizer()]
-        if left:
-            warn(
-                f"{len(left)} of {len(self._params.handles)} params, for example {left[0].name!r}, have a gradient and "
-                "no optimizer: nothing updates them, and their gradients take memory and count in clip_grad_norm_(). "
-                "Give them to an optimizer, or freeze them with requires_grad_(False). This is said once per model"
-            )
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
@@ -131,9 +118,12 @@ class Stepping:
             )
         # Replicas add up first: every rank comes here, as it must call clip_grad_norm_ too.
         self._sink.settle()
-        norm = self._clip_on_device(float(max_norm)) if handles is None and not error_if_nonfinite else None
-        if norm is not None:
-            return norm
+        if handles is None and not error_if_nonfinite:
+            # Where all sums are on the device that keeps them, nobody waits for the norm.
+            knows = not (self.state.has_clipped or self._sink.divides or self.scaling.is_scaled)
+            if knows and (clip := self._gradients.norms.clip_factor(float(max_norm))):
+                self.state.clip_there, self.state.has_clipped = clip, True
+                return clip.norm.float().view(())
         if max_norm != math.inf:  # without a limit, one rank may look at it alone
             self._sink.note_clipping(float(max_norm), handles)
         chosen = self._params.handles if handles is None else handles
@@ -157,16 +147,6 @@ class Stepping:
                 self._gradients.clip(handles, coefficient)
                 self.state.has_clipped = True
         return torch.full((), total, dtype=torch.float32, device=self._store.device.torch_device)
-
-    def _clip_on_device(self, max_norm: float) -> torch.Tensor | None:
-        """Clip where all sums are on the device that keeps them. The norm, which nobody has waited for, or None."""
-        if self.state.has_clipped or self._sink.divides or self.scaling.is_scaled:
-            return None
-        clip = self._gradients.norms.clip_factor(max_norm)
-        if clip is None:
-            return None
-        self.state.clip_there, self.state.has_clipped = clip, True
-        return clip.norm.float().view(())
 
     @alone
     def find_nonfinite(self, handles: list[ParamHandle]) -> bool:
