@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from gemini.planning.hardware import Hardware
@@ -83,20 +84,12 @@ class Efficiency:
 
 _KIND_OF_FIGURE = {
     "gpu_bandwidth": "gpu_memory",
-    "cpu_flops_bf16": "matrix",
-    "cpu_flops_fp32": "matrix",
     "dram_bandwidth": "host_memory",
-    "h2d": "link",
-    "d2h": "link",
-    "link_mixed": "link",
-    "nvme_read": "nvme",
-    "nvme_write": "nvme",
-    "nvme_mixed": "nvme",
-    "nvme_write_sustained": "nvme",
-    "interconnect": "wire",
-    "network": "wire",
+    **dict.fromkeys(("cpu_flops_bf16", "cpu_flops_fp32"), "matrix"),
+    **dict.fromkeys(("h2d", "d2h", "link_mixed"), "link"),
+    **dict.fromkeys(("nvme_read", "nvme_write", "nvme_mixed", "nvme_write_sustained"), "nvme"),
+    **dict.fromkeys(("interconnect", "network"), "wire"),
 }
-
 
 _TO_DIVIDE_HOST = ("cpu_threads", "torch_threads", "update_cpu_one")
 """The figures without which nothing is known of updates on threads of their own."""
@@ -135,37 +128,27 @@ class Costs:
         self._compute = compute
         self._width = "fp32" if precision == "fp32" else "bf16"
         self._local = local_ranks
-        self._known: dict[tuple[str, str], float] = {}
-        self._products: dict[Product, tuple[float, float]] = {}
-        # The parts of the host's cores that computing and updates use: either takes all of them.
-        self._computes_with = 1.0
-        self._updates_with = 1.0
-        # Of an update that has threads of its own; None where it has the host's.
+        self._get = cache(self._figure)
+        self._product = cache(self._seconds_of)
+        # The parts of the host's cores that computing and updates use: either takes all of them, unless updates have
+        # threads of their own beside those of torch.
+        self._computes_with = self._updates_with = 1.0
         self._update_threads: int | None = None
         if beside and compute is Tier.CPU and all(map(hardware.has, _TO_DIVIDE_HOST)):
-            self._divide_host(update_threads)
+            figures = hardware.figures
+            cores, torch_threads = figures["cpu_threads"].value / local_ranks, figures["torch_threads"].value
+            self._update_threads = update_threads or max(int(cores - torch_threads), 1)
+            # Threads that slow each other down use more of the cores than they are.
+            slower = figures["cpu_contention"].value if hardware.has("cpu_contention") else 1.0
+            self._computes_with = min(1.0, torch_threads / cores * slower)
+            self._updates_with = min(1.0, self._update_threads / cores * slower)
 
-    def _divide_host(self, update_threads: int | None) -> None:
-        """Give computing the threads that torch has, and updates threads of their own beside them."""
-        figures = self._hardware.figures
-        cores = figures["cpu_threads"].value / self._local
-        torch_threads = figures["torch_threads"].value
-        threads = update_threads or max(int(cores - torch_threads), 1)
-        # Threads that slow each other down use more of the cores than they are.
-        slower = figures["cpu_contention"].value if self._hardware.has("cpu_contention") else 1.0
-        self._update_threads = threads
-        self._computes_with = min(1.0, torch_threads / cores * slower)
-        self._updates_with = min(1.0, threads / cores * slower)
-
-    def _get(self, key: str, needed_for: str) -> float:
+    def _figure(self, key: str, needed_for: str) -> float:
         """A figure as one rank sees it."""
-        found = self._known.get((key, needed_for))
-        if found is None:
-            value = self._hardware.get(key, needed_for=needed_for) * self._efficiency.of(self._hardware, key)
-            if key.startswith(_SHARED):
-                value /= self._local
-            found = self._known[key, needed_for] = value * (self._local if key in ("update_cpu", "land_cpu") else 1)
-        return found
+        value = self._hardware.get(key, needed_for=needed_for) * self._efficiency.of(self._hardware, key)
+        if key.startswith(_SHARED):
+            value /= self._local
+        return value * (self._local if key in ("update_cpu", "land_cpu") else 1)
 
     def _on_host(self, seconds: float, dram_bytes: float, needed_for: str, **loads: float) -> Cost:
         """Work that also takes so many bytes of host memory; those alone take at least as long as they take."""
@@ -183,7 +166,7 @@ class Costs:
         """
         on_gpu, seconds = self._compute is Tier.GPU, moment.seconds if measured else None
         if seconds is None:
-            seconds = self._on_gpu(moment) if on_gpu else self._roofline(moment)
+            seconds = self._on_gpu(moment) if on_gpu else self._on_cpu(moment)
         if not seconds:
             return Cost(0.0, {})
         loads = {GPU: 1.0} if on_gpu else {THREADS: self._computes_with}
@@ -199,10 +182,9 @@ class Costs:
         what, speed = "computing a moment", f"gpu_flops_{self._width}"
         products = through_memory = 0.0
         for product in moment.products:
-            if (found := self._products.get(product)) is None:
-                found = self._products[product] = self._product(product)
-            products += found[0]
-            through_memory += found[1]
+            computing, reading = self._product(product)
+            products += computing
+            through_memory += reading
         attention = moment.attention
         flops = moment.flops - attention.counted - sum(product.flops for product in moment.products)
         for kind, done in (("attention", attention.forward), ("attention_backward", attention.backward)):
@@ -231,7 +213,7 @@ class Costs:
             seconds += num_hooked * self._get("hook_seconds", what)
         return seconds
 
-    def _product(self, product: Product) -> tuple[float, float]:
+    def _seconds_of(self, product: Product) -> tuple[float, float]:
         """Seconds that such products take on a GPU, and that their bytes alone take through its memory."""
         what = "the products of a moment"
         sms = self._hardware.figures.get("gpu_sms")
@@ -240,7 +222,7 @@ class Costs:
         through_memory = num_bytes / self._get("gpu_bandwidth", what)
         return max(computing / self._get(f"gpu_flops_{self._width}", what), through_memory), through_memory
 
-    def _roofline(self, moment: Moment) -> float:
+    def _on_cpu(self, moment: Moment) -> float:
         what = "computing a moment"
         return max(
             moment.flops / self._get(f"cpu_flops_{self._width}", what) if moment.flops else 0.0,
@@ -363,16 +345,12 @@ class Speeds:
             for tier in Tier
             for way in tier.spec.ways
         }
+        update_cpu = figure("update_cpu", Tier.CPU, usual.update_cpu) * sharing
         if measured:
             update_gpu = figure("update_gpu", Tier.GPU, usual.update_gpu)
         else:
             update_gpu = ADAM.touched / figure("gpu_bandwidth", Tier.GPU, ADAM.touched / usual.update_gpu)
-        return cls(
-            moving,
-            update_cpu=figure("update_cpu", Tier.CPU, usual.update_cpu) * sharing,
-            update_gpu=update_gpu,
-            measured_update_gpu=measured,
-        )
+        return cls(moving, update_cpu, update_gpu, measured)
 
     def update(self, tier: Tier, rule: RuleSpec) -> float:
         """Seconds per param of an update on ``tier``: Adam's, and of other rules as their bytes are to Adam's (and
