@@ -29,7 +29,7 @@ from gemini.optim import LionRule, PlainSGDRule, SGDRule
 from gemini.planning.hardware import Hardware, machine
 from gemini.planning.sizes import break_even
 from gemini.planning.timeline import Track
-from gemini.planning.token_tiles import tile_words
+from gemini.planning.trace import tile_words
 from gemini.planning.working import activation_bytes
 from gemini.rules import AdamRule
 from gemini.tiers import Tier

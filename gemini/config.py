@@ -14,8 +14,7 @@ from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec, check_gradients, spec_of
 from gemini.planning.policy import POLICIES, EvictionPolicy
 from gemini.planning.rules import spec_for
-from gemini.planning.token_tiles import as_tiles, tile_sizes
-from gemini.planning.trace import MemoryTrace
+from gemini.planning.trace import MemoryTrace, as_tiles, tile_sizes
 from gemini.tiers import FILED, OFFLOAD_TO, MemoryBudget
 
 

@@ -19,8 +19,7 @@ from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM
 from gemini.planning.sizes import TOLERANCE
 from gemini.planning.timeline import Timeline, Track, human_seconds
-from gemini.planning.token_tiles import tile_words
-from gemini.planning.trace import MemoryTrace, Phase
+from gemini.planning.trace import MemoryTrace, Phase, tile_words
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
 

@@ -16,7 +16,7 @@ from gemini.errors import parse_bytes
 from gemini.jobs import JobError
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
 from gemini.planning.rules import RULES, STATES, rule_named, spec_for
-from gemini.planning.token_tiles import as_tiles, tile_sizes
+from gemini.planning.trace import as_tiles, tile_sizes
 
 MOST_POSITIONS = 4096
 """What a sequence has by default at most; less where the model has fewer positions."""

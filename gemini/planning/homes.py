@@ -54,7 +54,7 @@ def cheapest_homes(
         compute_seconds: of forward and backward, which an overlapped step cannot be shorter than.
         streaming: updates may be streamed through the GPU; what that takes of it is then left for it.
 
-    Deterministic, as :func:`gemini.planning.moves.cheapest_moves` is.
+    Deterministic, as :func:`gemini.planning.policy.cheapest_moves` is.
     """
     of_chunks = _Choices(problem, fetches, speeds, accumulate)
     base: dict[str, float] = {}

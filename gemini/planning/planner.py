@@ -19,7 +19,6 @@ from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
-from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import SCHEDULES, Moves, Plan, window_room
 from gemini.planning.planes import (
@@ -32,7 +31,7 @@ from gemini.planning.planes import (
     factor_bytes,
     spec_of,
 )
-from gemini.planning.policy import EvictionPolicy, NextUse
+from gemini.planning.policy import EvictionPolicy, NextUse, cheapest_moves, first_of, moves_by_policy
 from gemini.planning.rules import spec_for
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import fetch_traffic, path

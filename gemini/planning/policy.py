@@ -1,17 +1,29 @@
-"""Who goes when memory is short: policies over integers, atomic, all or nothing. They move nothing.
+"""When gathered weights come and go: policies that make room on demand, and the moves of a step that cost least.
 
 A policy sees the candidates that may be evicted and how many bytes are missing, and names victims that free at least
-that many, or None. The manager evicts them; the planner and the simulator ask the same policy the same question, all
-of them through :func:`victims_of`, as it may be a user's own. A new one is a class with ``choose``, given to
-``GeminiConfig(eviction=)`` as an object, or by a name in :data:`POLICIES`.
+that many, or None: all or nothing, and it moves nothing. The manager evicts them; the planner and the simulator ask the
+same policy the same question, all of them through :func:`victims_of`, as it may be a user's own. A new one is a class
+with ``choose``, given to ``GeminiConfig(eviction=)`` as an object, or by a name in :data:`POLICIES`.
+
+With the whole step known the question is offline caching: each moment needs some chunks in a room of limited size, and
+every gathering costs. A chunk that is needed again either stays in the interval between (and takes its bytes of all
+moments in it) or is gathered again. Choosing the intervals to keep is an integer program with one row per moment; on
+chunks of one size its matrix is totally unimodular, so that its linear relaxation is exact (S. Albers, S. Arora,
+S. Khanna, SODA 1999).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from math import gcd
 from typing import Any, NamedTuple, Protocol
 
-from gemini.errors import GeminiError, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, human_bytes
+from gemini.planning.plan import Moves, there_before
+from gemini.planning.trace import Access
 
 
 class Candidate(NamedTuple):
@@ -51,26 +63,25 @@ def victims_of(policy: EvictionPolicy, candidates: Sequence[Candidate], missing:
     Raises:
         GeminiError: for victims that are no candidates or free too little, or None where all would be enough.
     """
-    victims = policy.choose(candidates, missing)
-    sizes = {candidate.chunk: candidate.num_bytes for candidate in candidates}
-    if fault := _fault_of(victims, sizes, missing):
+    victims: Any = policy.choose(candidates, missing)
+    sizes, fault = {candidate.chunk: candidate.num_bytes for candidate in candidates}, ""
+    if victims is None:
+        if missing <= sum(sizes.values()):
+            fault = f"all of them have {human_bytes(sum(sizes.values()))}, and None is for too little"
+    elif not (
+        isinstance(victims, tuple)
+        and all(isinstance(index, int) and index in sizes for index in victims)
+        and len({*victims}) == len(victims)
+    ):
+        fault = "a policy returns a tuple of some of them, each once"
+    elif (freed := sum(sizes[index] for index in victims)) < missing:
+        fault = f"these free {human_bytes(freed)}, and a policy names enough of them or none"
+    if fault:
         raise GeminiError(
             f"the eviction policy {type(policy).__name__} was asked for {human_bytes(missing)} of chunks "
             f"{sorted(sizes)}, and answered {victims!r}: {fault}"
         )
-    return victims
-
-
-def _fault_of(victims: Any, sizes: Mapping[int, int], missing: int) -> str:
-    """What is wrong with the victims that a policy named among candidates of these sizes; empty if nothing is."""
-    if victims is None:
-        enough = missing <= sum(sizes.values())
-        return f"all of them have {human_bytes(sum(sizes.values()))}, and None is for too little" if enough else ""
-    are_some = isinstance(victims, tuple) and all(isinstance(index, int) and index in sizes for index in victims)
-    if not are_some or len({*victims}) < len(victims):
-        return "a policy returns a tuple of some of them, each once"
-    freed = sum(sizes[index] for index in victims)
-    return "" if freed >= missing else f"these free {human_bytes(freed)}, and a policy names enough of them or none"
+    return victims  # type: ignore[no-any-return]
 
 
 class NextUse:
@@ -123,3 +134,256 @@ def take_in_order(
         victims.append(candidate.chunk)
         missing -= candidate.num_bytes
     return tuple(victims) if missing <= 0 else None
+
+
+# ---- the moves of a step ----------------------------------------------------------------------------------------------
+
+NEVER = 2**62
+"""The next use of a chunk that is not needed again."""
+
+
+class MomentRun(NamedTuple):
+    """A stretch of consecutive moments, ``first`` to ``last``, that need a chunk."""
+
+    chunk: int
+    first: int
+    last: int
+
+
+def runs(accesses: Sequence[Access], sizes: Mapping[int, int]) -> list[MomentRun]:
+    """The runs of all chunks in ``sizes``, in order of their first moments."""
+    found: list[MomentRun] = []
+    begun: dict[int, int] = {}
+    before: frozenset[int] = frozenset()
+    for moment, access in enumerate(accesses):
+        now = frozenset(i for i in access.chunks if i in sizes)
+        for index in before - now:
+            found.append(MomentRun(index, begun.pop(index), moment - 1))
+        for index in now - before:
+            begun[index] = moment
+        before = now
+    found += [MomentRun(index, first, len(accesses) - 1) for index, first in begun.items()]
+    return sorted(found, key=lambda run: (run.first, run.chunk))
+
+
+def moves_by_policy(
+    accesses: Sequence[Access],
+    *,
+    sizes: Mapping[int, int],
+    room: int,
+    policy: EvictionPolicy,
+    lasting: frozenset[int] = frozenset(),
+) -> tuple[Moves, ...]:
+    """Gather what a moment needs when it begins, and let the policy make room for it.
+
+    Args:
+        accesses: the chunks of each moment.
+        sizes: bytes of the chunks that have to be gathered; others are there anyway.
+        room: bytes that gathered chunks may take at once.
+        lasting: chunks (frozen ones) whose gathered weights outlive the step. The step is then played until it begins
+            with what it leaves.
+
+    Raises:
+        BudgetExceeded: if one moment needs more than ``room``.
+    """
+    starts: dict[int, list[int]] = {}
+    for run in runs(accesses, sizes):
+        starts.setdefault(run.chunk, []).append(run.first)
+    standing: frozenset[int] = frozenset()
+    for _ in range(8):
+        moves, left = _play(accesses, sizes, room, policy, starts, lasting, standing)
+        if left & lasting == standing:
+            return moves
+        standing = left & lasting
+    return _play(accesses, sizes, room, policy, starts, frozenset(), frozenset())[0]
+
+
+def _play(
+    accesses: Sequence[Access],
+    sizes: Mapping[int, int],
+    room: int,
+    policy: EvictionPolicy,
+    starts: Mapping[int, list[int]],
+    lasting: frozenset[int],
+    standing: frozenset[int],
+) -> tuple[tuple[Moves, ...], frozenset[int]]:
+    """One step that begins with ``standing``: its moves, and what is gathered at its end."""
+    gathered = dict.fromkeys(sorted(standing), -1)
+    last_use = dict.fromkeys(gathered, -1)
+    moves: list[Moves] = []
+
+    def next_use(index: int, moment: int) -> int:
+        at = bisect_right(starts[index], moment)
+        if at < len(starts[index]):
+            return starts[index][at]
+        return len(accesses) + starts[index][0] if index in lasting else NEVER
+
+    for moment, access in enumerate(accesses):
+        needed = [index for index in access.chunks if index in sizes]
+        fetch = [index for index in needed if index not in gathered]
+        missing = sum(sizes[i] for i in gathered) + sum(sizes[i] for i in fetch) - room
+        evict: tuple[int, ...] = ()
+        if missing > 0:
+            candidates = [
+                Candidate(i, sizes[i], last_use[i], False, gathered[i], next_use(i, moment))
+                for i in gathered
+                if i not in needed
+            ]
+            victims = victims_of(policy, candidates, missing)
+            if victims is None:
+                least = sum(sizes[i] for i in needed)
+                raise BudgetExceeded(
+                    f"moment {access.moment} needs {human_bytes(least)} of gathered weights at once, and there is room "
+                    f"for {human_bytes(room)}: raise the budget of the computing tier by {human_bytes(least - room)}"
+                )
+            evict = victims
+            for index in evict:
+                del gathered[index]
+        for index in fetch:
+            gathered[index] = moment
+        last_use.update(dict.fromkeys(needed, moment))
+        moves.append(Moves(evict, tuple(fetch)))
+    return tuple(moves), frozenset(gathered)
+
+
+def cheapest_moves(
+    accesses: Sequence[Access],
+    *,
+    sizes: Mapping[int, int],
+    room: int,
+    costs: Mapping[int, float] | None = None,
+    lasting: frozenset[int] = frozenset(),
+    renewed: frozenset[int] = frozenset(),
+    times: int = 1,
+) -> tuple[Moves, ...]:
+    """The moves that cost least. Arguments as of :func:`moves_by_policy`.
+
+    Args:
+        costs: of gathering a chunk once, in any unit (default: its bytes).
+        renewed: of ``lasting``, chunks whose gathered weights are overtaken every so many ``times``: then
+            :func:`first_of` says what is gathered.
+
+    Deterministic: the same arguments give the same moves on every rank.
+
+    Raises:
+        BudgetExceeded: if one moment needs more than ``room``.
+    """
+    price = {index: float(size) for index, size in sizes.items()} if costs is None else dict(costs)
+    greedy = moves_by_policy(accesses, sizes=sizes, room=room, policy=NextUse(), lasting=lasting)
+    if not any(moves.evict for moves in greedy):
+        return greedy  # everything stays from its first use on: nothing can be saved
+    found = runs(accesses, sizes)
+    gaps = _gaps(found, lasting)
+    saved = {
+        gap: price[gap.chunk] * (1 - 1 / times if gap.stop <= gap.start and gap.chunk in renewed else 1) for gap in gaps
+    }
+    kept = _choose(gaps, accesses, sizes, room, saved)
+    chosen = _moves_of(found, kept, len(accesses), lasting)
+
+    def total(again: Sequence[Moves]) -> float:
+        begun = there_before(accesses, again, renewed)
+        return times * sum(price[i] for moves in again for i in moves.fetch) + sum(price[i] for i in begun)
+
+    return min((chosen, greedy), key=total)
+
+
+def first_of(again: Sequence[Moves], accesses: Sequence[Access], renewed: frozenset[int]) -> tuple[Moves, ...]:
+    """The moves of the first of several steps that ``again`` is for: ``renewed`` chunks are not there when it begins.
+
+    They are gathered when they are read first; in no moment does it hold more.
+    """
+    there: set[int] = set()
+    found: list[Moves] = []
+    for access, moves in zip(accesses, again, strict=True):
+        evict = tuple(i for i in moves.evict if i not in renewed or i in there)
+        there -= set(evict)
+        there |= set(moves.fetch)
+        missing = tuple(i for i in access.chunks if i in renewed and i not in there)
+        there |= set(missing)
+        found.append(Moves(evict, (*moves.fetch, *missing)))
+    return tuple(found)
+
+
+class Gap(NamedTuple):
+    """Between two runs of a chunk: moments ``start`` to ``stop`` - 1 do not need it. One that leads into the next step
+    has ``stop`` <= ``start``.
+    """
+
+    chunk: int
+    start: int
+    stop: int
+
+    def is_over(self, moment: int) -> bool:
+        if self.start < self.stop:
+            return self.start <= moment < self.stop
+        return moment < self.stop or moment >= self.start
+
+
+def _gaps(found: Sequence[MomentRun], lasting: frozenset[int]) -> list[Gap]:
+    by_chunk: defaultdict[int, list[MomentRun]] = defaultdict(list)
+    for run in found:
+        by_chunk[run.chunk].append(run)
+    gaps: list[Gap] = []
+    for index, own in by_chunk.items():
+        gaps += [Gap(index, a.last + 1, b.first) for a, b in pairwise(own)]
+        if index in lasting:
+            gaps.append(Gap(index, own[-1].last + 1, own[0].first))
+    return gaps
+
+
+def _choose(
+    gaps: Sequence[Gap],
+    accesses: Sequence[Access],
+    sizes: Mapping[int, int],
+    room: int,
+    saved: Mapping[Gap, float],
+) -> set[Gap]:
+    """The gaps to keep chunks gathered in: maximise what they save, within the room that each moment leaves."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_matrix
+
+    free = [room - sum(sizes[i] for i in access.chunks if i in sizes) for access in accesses]
+    # The least room of the moments that the same gaps are over.
+    rows: dict[tuple[int, ...], int] = {}
+    for moment, left in enumerate(free):
+        if over := tuple([column for column, gap in enumerate(gaps) if gap.is_over(moment)]):
+            rows[over] = min(left, rows.get(over, left))
+    if not rows:
+        return set(gaps)
+    unit = gcd(*(sizes[gap.chunk] for gap in gaps))
+    entries = [(row, column, sizes[gaps[column].chunk] // unit) for row, over in enumerate(rows) for column in over]
+    where_row, where_column, values = zip(*entries, strict=True)
+    matrix = csr_matrix((values, (where_row, where_column)), shape=(len(rows), len(gaps)))
+    limits = [left // unit for left in rows.values()]  # whole units: a tighter relaxation
+    most = max(saved.values())
+    # The number of nodes is limited and not the time: what is chosen must not depend on how busy the machine is.
+    solution = milp(
+        [-saved[gap] / most for gap in gaps],
+        constraints=LinearConstraint(matrix, ub=limits),
+        integrality=[1] * len(gaps),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 1e-3 if len(gaps) > 100 else 0.0, "node_limit": 200},
+    )
+    if solution.x is None:
+        return set()
+    return {gap for gap, share in zip(gaps, solution.x, strict=True) if share > 0.5}
+
+
+def _moves_of(
+    found: Sequence[MomentRun], kept: set[Gap], num_moments: int, lasting: frozenset[int]
+) -> tuple[Moves, ...]:
+    evict: list[list[int]] = [[] for _ in range(num_moments)]
+    fetch: list[list[int]] = [[] for _ in range(num_moments)]
+    stays_until = {(gap.chunk, gap.stop) for gap in kept}
+    stays_from = {(gap.chunk, gap.start) for gap in kept}
+    first_run: dict[int, int] = {}
+    for run in found:
+        first_run.setdefault(run.chunk, run.first)
+        if (run.chunk, run.first) not in stays_until:
+            fetch[run.first].append(run.chunk)
+        if (run.chunk, run.last + 1) not in stays_from:
+            if run.last + 1 < num_moments:
+                evict[run.last + 1].append(run.chunk)
+            elif run.chunk in lasting and first_run[run.chunk] > 0:
+                evict[0].append(run.chunk)
+    return tuple(Moves(tuple(e), tuple(f)) for e, f in zip(evict, fetch, strict=True))

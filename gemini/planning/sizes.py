@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from gemini.planning.plan import Plan
 from gemini.planning.timeline import Timeline, Track
-from gemini.planning.token_tiles import as_tiles, tile_sizes
-from gemini.planning.trace import MemoryTrace, Moment, Product, TracedParam, times
+from gemini.planning.trace import MemoryTrace, Moment, Product, TracedParam, as_tiles, tile_sizes, times
 
 # ---- more micro-batches ----------------------------------------------------------------------------------------------
 

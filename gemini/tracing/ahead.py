@@ -37,8 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.planning.token_tiles import as_tiles, tile_sizes
-from gemini.planning.trace import MemoryTrace, Source
+from gemini.planning.trace import MemoryTrace, Source, as_tiles, tile_sizes
 from gemini.tracing.meter import Target, make_target, tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
 from gemini.train.context import imagine_parts, part_of

@@ -21,8 +21,7 @@ from gemini.memory.watching import RecordedStep, Recorder
 from gemini.planning.layout import Layout
 from gemini.planning.planes import GRADS
 from gemini.planning.timeline import Timeline, Track, human_seconds
-from gemini.planning.token_tiles import tile_words
-from gemini.planning.trace import MemoryTrace
+from gemini.planning.trace import MemoryTrace, tile_words
 from gemini.tiers import Tier
 from gemini.train.engine import Engine
 from gemini.train.observers import iter_tensors

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.hardware import Hardware
-from gemini.planning.moves import moves_by_policy
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.plan import Plan, standing, window_room
 from gemini.planning.planes import WEIGHTS
-from gemini.planning.policy import Candidate, EvictionPolicy, take_in_order
+from gemini.planning.policy import Candidate, EvictionPolicy, moves_by_policy, take_in_order
 from gemini.planning.simulate import simulate
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, accesses

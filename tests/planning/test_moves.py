@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 from paging import fetched_bytes, least_bytes, one_by_one, random_instance, sequence, walk
 
 from gemini.errors import BudgetExceeded
-from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy, runs
-from gemini.planning.policy import EvictionPolicy, FirstInFirstOut, LeastRecentlyUsed, NextUse
+from gemini.planning.policy import (
+    EvictionPolicy,
+    FirstInFirstOut,
+    LeastRecentlyUsed,
+    NextUse,
+    cheapest_moves,
+    first_of,
+    moves_by_policy,
+    runs,
+)
 from tests.planning.policies import StaticFraction
 
 

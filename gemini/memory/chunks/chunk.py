@@ -25,8 +25,8 @@ from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.durable.slots import SlotPair
 from gemini.memory.nvme import Extent, SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
-from gemini.planning.moves import NEVER
 from gemini.planning.planes import ALIGN, GRAD_ERROR, GRADS, PAGE, WEIGHTS, PlaneKind, PlaneSpec
+from gemini.planning.policy import NEVER
 from gemini.tiers import DRIVE, Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gemini.errors import GeminiError
-from gemini.planning.moves import NEVER
 from gemini.planning.plan import Moves
+from gemini.planning.policy import NEVER
 from gemini.planning.script import Script, make_script
 from gemini.planning.trace import Access
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError
-from gemini.planning.token_tiles import LEAST_TILE, tile_sizes, tile_tokens_for
+from gemini.planning.trace import LEAST_TILE, tile_sizes, tile_tokens_for
 from gemini.train.modules.reading import READ_AS_A_WHOLE
 from gemini.train.modules.tiled_logits import find_head, split_rows
 
