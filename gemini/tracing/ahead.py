@@ -55,21 +55,6 @@ MOST_REAL = 2**22
 """Elements of the largest tensor that is computed with its values. A mask of S x S may be more, and none decides."""
 
 _aten = torch.ops.aten
-_FACTORIES = {
-    _aten.arange,
-    _aten.zeros,
-    _aten.ones,
-    _aten.full,
-    _aten.empty,
-    _aten.scalar_tensor,
-    _aten.rand,
-    _aten.randint,
-    _aten.eye,
-    _aten.linspace,
-    _aten.randperm,
-    _aten.tril_indices,
-    _aten.triu_indices,
-}
 _CPU = torch.device("cpu")
 _VIEWS = {
     _aten.view.default,
@@ -100,23 +85,16 @@ class FakeRunner:
             with in_kernel_invocation_manager(self._mode):
                 out = func(*args)
             return FakeTensor(self._mode, out, _CPU)
-        if self._known(packet, args, kwargs):
-            with unset_fake_temporarily():
-                out = func(*args, **kwargs)
-            return tree_map_only(torch.Tensor, self._faked, out)
-        return func(*args, **kwargs)
-
-    def _known(self, packet: Any, args: Any, kwargs: Any) -> bool:
-        """Whether all that goes in has values, and what comes out may be worth having them."""
-        inputs = tensors_in(args)
-        if kwargs:
-            inputs += tensors_in(list(kwargs.values()))
+        inputs = tensors_in(args) + tensors_in(list(kwargs.values()))
         if not inputs:
-            return packet in _FACTORIES and _is_small_factory(packet, args, kwargs)
-        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in inputs):
-            return False
-        broadcast = zip_longest(*(reversed(tensor.shape) for tensor in inputs), fillvalue=1)
-        return math.prod(map(max, broadcast)) <= MOST_REAL
+            out = func(*args, **kwargs)
+            if not isinstance(out, torch.Tensor) or not _may_decide(packet, out):
+                return out
+        elif not _have_values(inputs):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            out = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, self._faked, out)
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         """Masks of two dimensions are made of floats sometimes; what has more is for computing, not for deciding."""
@@ -126,25 +104,20 @@ class FakeRunner:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
-def _is_small_factory(packet: Any, args: Any, kwargs: Any) -> bool:
-    if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+def _have_values(inputs: list[torch.Tensor]) -> bool:
+    """Whether all that goes into an operation has values, and what comes out may be worth having them."""
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in inputs):
         return False
-    dtype = kwargs.get("dtype")
-    if packet is _aten.arange:
-        numbers = [a for a in args if isinstance(a, (int, float))]
-        whole = all(isinstance(a, int) for a in numbers) if dtype is None else not dtype.is_floating_point
-        return whole and max(map(abs, numbers), default=0) <= MOST_REAL
-    sizes = args[0] if args and isinstance(args[0], (list, tuple)) else []
-    if packet is _aten.randint:
-        sizes = next((a for a in args if isinstance(a, (list, tuple))), [])
-        return math.prod(sizes) <= MOST_REAL
-    if packet in (_aten.eye, _aten.linspace, _aten.randperm, _aten.tril_indices, _aten.triu_indices):
-        return dtype is not None and not dtype.is_floating_point and args[0] <= MOST_REAL**0.5
-    if math.prod(sizes) <= 1:
-        return True
-    if packet in (_aten.ones, _aten.zeros, _aten.full) and len(sizes) <= 2:
-        return math.prod(sizes) <= MOST_REAL
-    return dtype is not None and not dtype.is_floating_point and math.prod(sizes) <= MOST_REAL
+    broadcast = zip_longest(*(reversed(tensor.shape) for tensor in inputs), fillvalue=1)
+    return math.prod(map(max, broadcast)) <= MOST_REAL
+
+
+def _may_decide(packet: Any, made: torch.Tensor) -> bool:
+    """Whether a model may decide by what an operation makes of numbers alone: integers, single numbers, and masks."""
+    if made.device.type != "cpu" or made.numel() > MOST_REAL:
+        return False
+    is_mask = packet in (_aten.ones, _aten.zeros, _aten.full) and made.dim() <= 2
+    return is_mask or made.numel() <= 1 or not made.is_floating_point()
 
 
 def _grouped_mm_of_any_dtype(func: Any, args: Any, kwargs: Any) -> Any:

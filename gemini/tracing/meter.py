@@ -16,7 +16,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -50,16 +51,20 @@ _NO_WORK = {
 }
 
 
-class Taken(NamedTuple):
-    """What was counted between two calls of :meth:`Meter.take`: its attributes of these names."""
+@dataclass
+class Counts:
+    """Of the operations between two calls of :meth:`Meter.take`."""
 
-    peak: int
-    flops: int
-    touched: int
-    num_ops: int
-    read: set[int]
-    products: Counter[tuple[int, int, int, int]]
-    attention: AttentionWork
+    flops: int = 0
+    touched: int = 0
+    """Bytes that they read and wrote."""
+    num_ops: int = 0
+    read: set[int] = field(default_factory=set)
+    """Indices of the params that they read or wrote."""
+    products: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
+    """How often products of each shape (batch, m, n, k) ran."""
+    attention: AttentionWork = AttentionWork()
+    """Of the fused attention."""
 
 
 class Meter(TorchDispatchMode):
@@ -68,10 +73,7 @@ class Meter(TorchDispatchMode):
     Attributes:
         live: bytes of counted storages that are there now.
         peak: the most of them since the last :meth:`take`, temporaries within operations included.
-        flops, touched, num_ops: of the operations since the last :meth:`take`.
-        products: how often products of each shape (batch, m, n, k) ran since then.
-        attention: of the fused attention since then.
-        read: indices of the params that operations read or wrote since the last :meth:`take`.
+        counts: since then.
         begin_work: called before each operation that does work, and may cut there.
     """
 
@@ -90,7 +92,7 @@ class Meter(TorchDispatchMode):
         self._resting = True
         self._standing: set[bool] = set()  # whether forward, and backward, have come to a product
         self.live = self.peak = 0
-        self._restart()
+        self.counts = Counts()
 
     # ---- what is not counted -----------------------------------------------------------------------------------------
 
@@ -152,18 +154,11 @@ class Meter(TorchDispatchMode):
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def take(self) -> Taken:
-        """What was counted since the last call; it starts again."""
-        taken = Taken(self.peak, self.flops, self.touched, self.num_ops, self.read, self.products, self.attention)
-        self.peak = self.live
-        self._restart()
+    def take(self) -> tuple[int, Counts]:
+        """The peak, and what was counted since the last call; it starts again."""
+        taken = self.peak, self.counts
+        self.peak, self.counts = self.live, Counts()
         return taken
-
-    def _restart(self) -> None:
-        self.flops = self.touched = self.num_ops = 0
-        self.attention = AttentionWork()
-        self.read: set[int] = set()
-        self.products: Counter[tuple[int, int, int, int]] = Counter()
 
     # ---- counting ----------------------------------------------------------------------------------------------------
 
@@ -193,29 +188,26 @@ class Meter(TorchDispatchMode):
         return out
 
     def _work(self, func: Any, args: Any, kwargs: Any, out: Any, results: list[torch.Tensor]) -> None:
-        touched = 0
-        inputs = tensors_in(args)
-        if kwargs:
-            inputs += tensors_in(list(kwargs.values()))
-        for tensor in inputs:
+        counts, touched = self.counts, 0
+        for tensor in tensors_in(args) + tensors_in(list(kwargs.values())):
             storage = tensor.untyped_storage()
             params = self._param_of.get(storage._cdata)
             if params is not None:
                 at = tensor.storage_offset()
-                self.read.update(index for start, stop, index in params if len(params) == 1 or start <= at < stop)
+                counts.read.update(index for start, stop, index in params if len(params) == 1 or start <= at < stop)
             touched += min(tensor.numel() * tensor.itemsize, storage.nbytes())
         for tensor in results:
             touched += tensor.numel() * tensor.itemsize
-        self.touched += touched
-        self.num_ops += 1
+        counts.touched += touched
+        counts.num_ops += 1
         flops = flops_of(func, args, kwargs, out)
         if flops:
-            self.flops += flops
+            counts.flops += flops
             shape = product_of(func, args)
             if shape is not None:
-                self.products[shape] += 1
+                counts.products[shape] += 1
             else:
-                self.attention += attention_of(func, args, kwargs, flops)
+                counts.attention += attention_of(func, args, kwargs, flops)
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward not in self._standing:
                 self._standing.add(in_backward)
@@ -310,13 +302,9 @@ def _attention_backward(args: Any) -> int:
 def _grouped(args: Any) -> int:
     """Rows of one operand times the other's: each row belongs to one group, whichever operand is cut into groups."""
     first, second = args[0], args[1]
-    if first.dim() == 2 and second.dim() == 3:
-        return 2 * first.shape[0] * first.shape[1] * second.shape[2]
     if first.dim() == 3 and second.dim() == 2:
-        return 2 * first.shape[1] * first.shape[2] * second.shape[1]
-    if first.dim() == 2:
-        return 2 * first.shape[0] * first.shape[1] * second.shape[1]
-    return 2 * first.shape[0] * first.shape[1] * first.shape[2] * second.shape[2]
+        first = first[0]
+    return 2 * first.numel() * second.shape[-1]
 
 
 _PRODUCTS: dict[Any, int] = {

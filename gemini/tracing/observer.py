@@ -406,13 +406,13 @@ class Observer:
     def _close(self) -> int | None:
         meter, moments = self.meter, self.step.moments
         assert meter is not None
-        if not meter.num_ops:
+        if not meter.counts.num_ops:
             if self._gradients and moments:  # complete since the last operation
                 last = moments[-1]
                 moments[-1] = replace(last, gradients=tuple(sorted({*last.gradients, *self._gradients})))
                 self._gradients = set()
             return None
-        taken = meter.take()
+        peak, taken = meter.take()
         saved, restored = self.saved.take()
         moments.append(
             Moment(
@@ -420,7 +420,7 @@ class Observer:
                 module=self._path,
                 params=tuple(sorted(taken.read.union(self._gathered))),
                 live_bytes=meter.live,
-                peak_bytes=taken.peak,
+                peak_bytes=peak,
                 saved_bytes=saved,
                 restored_bytes=restored,
                 flops=taken.flops,
