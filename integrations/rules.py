@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gemini.config import GeminiConfig
-from gemini.optim.adopted import AdoptedRule, adopt
+from gemini.optim.adopted import AdoptedRule, adopt, called
 from gemini.optim.elementwise import PlainSGDRule, SGDRule
 from gemini.planning.rules import RULES, rule_named
 from gemini.rules import AdamRule, UpdateRule, rule_of
@@ -59,7 +59,7 @@ def to_hybrid(optimizer: torch.optim.Optimizer) -> HybridOptimizer:
     elif not (isinstance(rule, AdoptedRule) and rule.kind is kind):
         raise ValueError(
             f"the optimizer {kind.__name__} is not of the rule that the model was managed for, {rule!r}: make it with "
-            f"gemini.HybridOptimizer(params, rule), or say GeminiConfig(optimizer={rule_in_words(kind)})"
+            f"gemini.HybridOptimizer(params, rule), or say GeminiConfig(optimizer=gemini.optim.adopt({called(kind)}))"
         )
     return convert(optimizer, rule, step_in_backward=config.gradients == "transient")
 
@@ -87,12 +87,6 @@ def class_of(rule: UpdateRule) -> type[HybridOptimizer]:
         return HybridOptimizer
     kind: Any = rule.kind
     return class_in_place_of(kind, HybridOptimizer)  # type: ignore[no-any-return]
-
-
-def rule_in_words(kind: type) -> str:
-    """How the rule of an optimizer class is written."""
-    of_torch = getattr(torch.optim, kind.__name__, None) is kind
-    return f"gemini.optim.adopt({'torch.optim.' if of_torch else ''}{kind.__name__})"
 
 
 def rule_of_name(args: Any) -> tuple[UpdateRule, dict[str, Any]]:

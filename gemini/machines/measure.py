@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,23 +50,15 @@ Figures = Iterator[tuple[str, Figure]]
 class Sizes:
     """How much is measured on. The defaults take some seconds on two cores; tests take less.
 
-    Args:
-        product: rows, inner size and columns of the matrix product on the host: tokens, hidden, and intermediate size.
-        stream_bytes: of the buffer that is read and written; at least four times the caches, if the memory has that.
-        adam_numel: params to update; as many as four times the caches hold, at least.
-        spill_bytes: of the spill file; at most a quarter of what is free.
-        spill_seconds: after which no further round over the file is begun.
-        repeats: measurements of which the median is taken.
-        ops: small operations in one measurement.
-        gpu_product: rows, inner size and columns of the matrix product on a GPU.
-        gpu_bytes: of the buffers that are copied to, from and on a GPU.
+    Products are said by rows, inner size and columns. What is streamed through and updated on the host is at least four
+    times the caches, if the memory has that.
     """
 
-    product: tuple[int, int, int] = (512, 1024, 4096)
+    product: tuple[int, int, int] = (512, 1024, 4096)  # tokens, hidden, and intermediate size
     stream_bytes: int = 256 * MiB
     adam_numel: int = 16 * TILE
-    spill_bytes: int = 384 * MiB
-    spill_seconds: float = 8.0
+    spill_bytes: int = 384 * MiB  # at most a quarter of what is free
+    spill_seconds: float = 8.0  # after which no further round over the file is begun
     repeats: int = 7
     ops: int = 1000
     gpu_product: tuple[int, int, int] = (8192, 8192, 8192)
@@ -188,29 +179,20 @@ def _contention(product: Callable[[], object], update: Callable[[], None], num_t
 
     def rate(work: Callable[[], object], seconds: float) -> float:
         begin, count = time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds:
-            work()
-            count += 1
+        with _limited(num_threads):
+            while time.perf_counter() - begin < seconds:
+                work()
+                count += 1
         return count / (time.perf_counter() - begin)
 
-    def updates(begins: threading.Barrier, seconds: float) -> float:
-        with _limited(num_threads):
-            begins.wait()
-            return rate(update, seconds)
-
     def times() -> float:
-        alone = 0.0
-        for work in (product, update):
-            with _limited(num_threads):
-                alone = max(alone, _time(work))
-        seconds = 2 * alone  # two of the longer one, and as many of the other as fit
-        with _limited(num_threads), ThreadPoolExecutor(1) as pool:
-            both = rate(product, seconds), rate(update, seconds)
-            begins = threading.Barrier(2)
-            beside = pool.submit(updates, begins, seconds)
-            begins.wait()
-            kept = rate(product, seconds) / both[0], beside.result() / both[1]
-        return max(1.0, 2 / (kept[0] + kept[1]))
+        with _limited(num_threads):
+            seconds = 2 * max(_time(product), _time(update))  # two of the longer one, as many of the other as fit
+        alone = rate(product, seconds), rate(update, seconds)
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(rate, update, seconds)
+            kept = rate(product, seconds) / alone[0], beside.result() / alone[1]
+        return max(1.0, 2 / sum(kept))
 
     times()
     found = [times() for _ in range(min(3, sizes.repeats))]
