@@ -323,32 +323,22 @@ _anatomies: dict[tuple[type, tuple[tuple[str, bool], ...]], Anatomy] = {}
 """What classes keep, by which of their hyperparameters are off: a schedule changes numbers at every step."""
 
 
-def _anatomy_with(kind: type[Optimizer], hypers: Hypers) -> Anatomy:
-    pattern = kind, tuple((name, bool(value)) for name, value in hypers)
-    if pattern not in _anatomies:
-        _anatomies[pattern] = _adopted(kind, hypers).anatomy
-    return _anatomies[pattern]
-
-
 @lru_cache(maxsize=512)
 def _check(rule: AdoptedRule, hypers: Hypers, what: str) -> None:
     """Refuse hyperparameters that the class does not take, or with which it keeps other states. Raises ValueError."""
+    pattern = rule.kind, tuple((name, bool(value)) for name, value in hypers)
     try:
         make(rule.kind, [nn.Parameter(torch.zeros(SHAPE, device="cpu"))], dict(hypers))
+        if pattern not in _anatomies:
+            _anatomies[pattern] = _adopted(rule.kind, hypers).anatomy
     except Exception as e:
-        raise ValueError(f"{called(rule.kind)} refuses {what}: {e}") from e
-    try:
-        anatomy = _anatomy_with(rule.kind, hypers)
-    except Refusal as e:
         raise ValueError(f"{what} cannot be used with {called(rule.kind)}: {e}") from e
-    if anatomy != rule.anatomy:
-        mine, theirs = ({spec.kind for spec in a.specs} for a in (rule.anatomy, anatomy))
-        different = sorted(mine ^ theirs) or sorted(mine)
+    if _anatomies[pattern] != rule.anatomy:
         ours = dict(rule.given)
         changed = {name: value for name, value in hypers if bool(value) != bool(ours.get(name))}
         raise ValueError(
-            f"{what} has {changed}, with which {called(rule.kind)} keeps other states ({different}) than the rule has: "
-            f"say it where the rule is made, gemini.optim.adopt({called(rule.kind)}, ...)"
+            f"{what} has {changed}, with which {called(rule.kind)} keeps other states than the rule has: say it where "
+            f"the rule is made, gemini.optim.adopt({called(rule.kind)}, ...)"
         )
 
 
