@@ -1,9 +1,8 @@
 """The numeric kernels and raw I/O under the memory manager and the optimizer: native where it can be, torch elsewhere.
 
-Every function checks its tensors, then runs C++ (CPU tensors, native library present), a CUDA kernel (CUDA tensors,
-NVRTC present) or the same function of gemini.kernels.reference, with the same bits every way: neither instruction set,
-nor threads, nor device change a result. Tensors are flat (1-D, contiguous); native writes do not pass through autograd
-and leave version counters alone. Set GEMINI_NATIVE=0 to run the reference alone.
+Every function checks its tensors, then runs C++ (CPU tensors, native library present), a CUDA kernel (NVRTC present) or
+the same function of gemini.kernels.reference: neither instruction set, nor threads, nor device change a bit. Tensors
+are flat (1-D, contiguous); writes pass autograd and version counters by. GEMINI_NATIVE=0 runs the reference alone.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ _cuda: CudaKernels | None = None if os.environ.get("GEMINI_NATIVE") == "0" else 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What runs the kernels in this process, of CPU tensors the instruction set `isa` out of those that can run here.
-
-    `reason` says why there is no native library, `why_not_cuda` why CUDA tensors run the torch reference; else None.
+    """What runs the kernels in this process: of CPU tensors `isa` out of those that can run here. `reason` says why
+    there is no native library, `why_not_cuda` why CUDA tensors run the torch reference; else None.
     """
 
     native: bool
@@ -110,9 +108,8 @@ def capabilities() -> KernelReport:
 
 @cache
 def why_not_cuda(device: torch.device) -> str | None:
-    """Why CUDA tensors of this device are left to torch, or None: two small kernels are compiled, run and looked at.
-
-    Asked once for each device; where the answer is not None it warns.
+    """Why CUDA tensors of this device are left to torch, or None: two small kernels are compiled, run and looked at,
+    once for each device. Where the answer is not None it warns.
     """
     if _cuda is None:
         return "GEMINI_NATIVE=0 is set"
@@ -138,7 +135,6 @@ def why_not_cuda(device: torch.device) -> str | None:
 @contextmanager
 def use_isa(name: str | None) -> Iterator[None]:
     """Runs the kernels of the whole process with one instruction set; None is the best one. For tests and benchmarks.
-
     Raises ValueError for a name that is unknown or cannot run here.
     """
     global _isa, _isa_name, _only_reference
@@ -154,10 +150,7 @@ def use_isa(name: str | None) -> Iterator[None]:
 
 
 def set_num_threads(n: int) -> None:
-    """Sets how many threads share one call of a native kernel, the caller counted (at first: the CPUs of the process).
-
-    Torch's own threads are left alone, and results do not depend on it.
-    """
+    """Sets how many threads share one call of a native kernel, the caller counted; at first the CPUs of the process."""
     global _num_threads
     if n < 1:
         raise ValueError(f"there must be at least 1 thread, not {n}")
@@ -172,9 +165,8 @@ def get_num_threads() -> int:
 
 
 def limit_threads(n: int | None) -> None:
-    """Sets how many threads at most share the native kernels which the calling thread calls, the caller counted: a
-    worker that updates in the background leaves the other cores to who computes. None is no limit of its own, as every
-    thread begins. Without the native library nothing happens: the reference takes torch's threads.
+    """Sets how many threads at most share the native kernels which the calling thread calls, the caller counted; None
+    is no limit of its own, as every thread begins. The reference takes torch's threads.
     """
     if n is not None and n < 1:
         raise ValueError(f"there must be at least 1 thread, not {n}; None takes the limit away")
@@ -183,10 +175,8 @@ def limit_threads(n: int | None) -> None:
 
 
 def flush_mode() -> int:
-    """How the calling thread treats subnormal numbers: 0 keeps them, anything else is for `set_flush_mode`.
-
-    It is the flush-to-zero and denormals-are-zero bits of the processor, which `torch.set_flush_denormal` sets for one
-    thread. A new thread may begin with another mode than the thread that hands it work, and then with other bits.
+    """How the calling thread treats subnormal numbers: 0 keeps them, anything else is for `set_flush_mode`. A new
+    thread may begin with another mode than the thread that hands it work, and then with other bits.
     """
     return reference.flush_mode() if _native is None else _native.flush_mode()
 
@@ -217,20 +207,16 @@ def update(
     stop: Tensor | None = None,
 ) -> bool:
     """Updates parts of the arrays in place, each by the kernel of csrc/rules.h that its scalars name; on CUDA in one
-    launch.
+    launch. Returns False where there is no native code for these tensors: then nothing was done, and the torch lines of
+    the rule say what is to be done. Raises ValueError for what makes no sense.
 
     `spec` says which planes the rule has: fp32 states beside weights in fp32 (`residual` is None) or in bf16 with an
     int16 `residual`, the split master; or compact ones, which are codes and scales beside bf16 weights and an int8
-    `residual`. `grad` is fp32, bf16 or fp16 and only read. A weight of the split master that becomes NaN is stored
-    canonically (0x7FC0, 0).
+    `residual`. A weight of the split master that becomes NaN is stored canonically (0x7FC0, 0).
 
-    `segments` ascend and do not overlap, and with compact states they begin at multiples of COMPACT_BLOCK; what lies
-    between them is not touched. `grad_scale` (fp32, one element on the device of the arrays) takes the place of the one
-    of every segment; with `stop` (int32, one element there, as of `nonfinite_flag`) nothing is updated if it is not 0.
-    Both are read when their turn comes: on CUDA by the kernel, behind what was enqueued before it.
-
-    Returns False where there is no native code for these tensors: then nothing was done, and the torch lines of the
-    rule say what is to be done. Raises ValueError for what makes no sense.
+    `segments` ascend and do not overlap, and with compact states they begin at multiples of COMPACT_BLOCK. `grad_scale`
+    (fp32, one element on the device of the arrays) takes the place of the one of every segment; with `stop` (int32, one
+    element there) nothing is updated if it is not 0. Both are read when their turn comes.
     """
     at = check_update(arrays, spec, segments, grad_scale, stop)
     weights, grad, is_compact = arrays.weights, arrays.grad, spec.exact is not None
@@ -260,10 +246,8 @@ def update(
 
 
 def clip_factor(many: Sequence[Sums], max_norm: float) -> ClipFactor | None:
-    """What clipping gradients with these sums to `max_norm` takes, found where the sums are: nothing waits.
-
-    `many` holds the sums of each gradient, in the order in which the host would add them. None if some are on the host
-    already, or not all on one device: then it is for the host to look.
+    """What clipping gradients with these sums (in the order in which the host would add them) to `max_norm` takes,
+    found where they are: nothing waits. None if some are on the host already, or not all on one device.
     """
     parts = [[part for part in sums if isinstance(part, DeviceSums) and not part.is_here] for sums in many]
     if sum(map(len, parts)) != sum(map(len, many)) or len({part.device for own in parts for part in own}) != 1:
@@ -288,9 +272,8 @@ def totals(many: Sequence[Sums]) -> list[float]:
 def copy_grad(dst: Tensor, src: Tensor) -> Sums:
     """dst = src, in one pass with the norm: returns the sums of squares of dst, one per NORM_TILE elements.
 
-    `src` is fp32, bf16 or fp16, at any address; `dst` is of its dtype or fp32. Both 1-D, contiguous, n elements, on
-    one device (else ValueError), and they must not overlap. A non-finite element makes its tile's sum non-finite. Sums
-    of a CUDA kernel stay on the device until `resolve` or `totals` asks for them; others are numbers.
+    `src` is fp32, bf16 or fp16, `dst` of its dtype or fp32; they must not overlap. A non-finite element makes its
+    tile's sum non-finite. Sums of a CUDA kernel stay on the device until `resolve` or `totals` asks for them.
     """
     accepted = (src.dtype, torch.float32) if src.dtype != torch.float32 else FLOAT32
     d, s = check("copy_grad", (("dst", dst, accepted), ("src", src, GRAD)))
@@ -313,9 +296,8 @@ def accumulate_grad(acc: Tensor, src: Tensor) -> Sums:
 
 def sum_grad24(hi: Tensor, lo: Tensor, src: Tensor, *, adding: bool) -> Sums:
     """A sum of gradients in 24 bits: bf16 `hi`, and in int8 `lo` what rounding to it has lost, which the next sum gets.
-
-    The 24 bits become their sum with `src` (fp32, bf16 or fp16), without `adding` `src` itself, rounded half to even;
-    halves are those of `split_master`. Returns the sums of squares of hi, as copy_grad does; ValueError as there.
+    They become their sum with `src`, without `adding` `src` itself, rounded half to even; halves are those of
+    `split_master`. Returns the sums of squares of hi, as copy_grad does.
     """
     h, w, s = check("sum_grad24", (("hi", hi, BFLOAT16), ("lo", lo, INT8), ("src", src, GRAD)))
     if cuda := _cuda_for(hi):
@@ -330,8 +312,7 @@ def sum_squares(src: Tensor) -> Sums:
 
     fp64 over a fixed tree, the same bits on every device: blocks of NORM_BLOCK elements from the tensor's start, in
     each NORM_LANES lanes that add every NORM_LANES-th square in order; lanes are added pairwise (16 apart, 8, 4, 2, 1),
-    blocks in order inside a tile. Add the tiles with `total`, or `totals` where they may be on a device as those of
-    `copy_grad`.
+    blocks in order inside a tile. Add the tiles with `total`, or `totals` where they may be on a device.
     """
     (s,) = check("sum_squares", (("src", src, GRAD),))
     if cuda := _cuda_for(src):
@@ -342,10 +323,9 @@ def sum_squares(src: Tensor) -> Sums:
 
 
 def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:
-    """Splits fp32 `master` into bf16 `hi` (rounded half away from zero) and int16 `lo`, exactly.
-
-    bits(master) = (bits(hi) << 16) + lo, modulo 2^32; a NaN becomes (0x7FC0, 0). ValueError as in update. With an
-    int8 `lo`, its upper byte, what is split is the master rounded to 24 bits (half to even).
+    """Splits fp32 `master` into bf16 `hi` (rounded half away from zero) and int16 `lo`, exactly: bits(master) =
+    (bits(hi) << 16) + lo, modulo 2^32; a NaN becomes (0x7FC0, 0). With an int8 `lo`, its upper byte, what is split is
+    the master rounded to 24 bits (half to even).
     """
     m, h, w = check("split_master", (("master", master, FLOAT32), ("hi", hi, BFLOAT16), ("lo", lo, RESIDUAL)))
     is_exact = lo.dtype is torch.int16

@@ -1,14 +1,9 @@
 """The CUDA kernels behind gemini.kernels: the same functions for tensors of a CUDA device, the same bits.
 
-Work is enqueued on torch's current stream of the tensors' device, and nothing waits: sums of squares are left there, in
-`NormWorkspace`, for whoever can wait later or never (`clip_factor` turns them into the factor that clips without the
-host; it learns once, by a copy, how many tiles the gradients of a model have). The host waits in `fetch` alone.
-Arguments were checked by gemini.kernels. Kernels are named here as csrc/cuda has them; :mod:`gemini.kernels.nvrtc`
-compiles and launches them.
-
-There is one sum per norm tile, in order. What a kernel sums up is not there yet when its call returns, so one
-:class:`DeviceSums` stands in the list for all its tiles. ``resolve`` brings those of any number of lists to the host in
-one copy. Tiles are added up on the host, in their order, whoever summed them: the bits are those of the CPU kernels.
+Work is enqueued on torch's current stream of the tensors' device, and nothing waits: sums of squares are left there,
+one :class:`DeviceSums` for all tiles of a kernel, and ``resolve`` brings those of any number of lists to the host in
+one copy. Tiles are added up on the host, in their order, whoever summed them. Kernels are named here as csrc/cuda has
+them; :mod:`gemini.kernels.nvrtc` compiles and launches them.
 """
 
 from __future__ import annotations
@@ -89,10 +84,8 @@ Sums = list["float | DeviceSums"]
 
 
 def resolve(many: Sequence[Sums]) -> list[list[float]]:
-    """The numbers of all of them; what was resolved once is known.
-
-    For sums that are on a device the host waits, once, until it has done what it was given up to here. Those of CPU
-    kernels are returned as they are.
+    """The numbers of all of them; what was resolved once is known. For sums that are on a device the host waits, once,
+    until it has done what it was given up to here.
     """
     if DeviceSums not in {type(part) for sums in many for part in sums}:  # as those of every kernel on the CPU
         return cast(list[list[float]], list(many))
@@ -117,15 +110,9 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 class ClipFactor:
-    """Clipping whose numbers are where the sums of squares are: nobody has waited for them.
-
-    Args:
-        sums: by gradient; kept, so that the host can find the same.
-
-    Attributes:
-        norm: fp64, of all gradients.
-        factor: fp32, ``clip_coefficient`` of it.
-        nonfinite: int32: not 0 if the norm is not finite. One element each.
+    """Clipping whose numbers are where the sums of squares are, one element each: ``norm`` of all gradients (fp64),
+    ``factor``, the ``clip_coefficient`` of it (fp32), and ``nonfinite`` (int32, not 0 if the norm is not finite). The
+    ``sums`` are kept, so that the host can find the same.
     """
 
     def __init__(self, sums: Sequence[Sums], max_norm: float, norm: Tensor, factor: Tensor, nonfinite: Tensor):
@@ -143,7 +130,6 @@ class ClipFactor:
 
 def nonfinite_flag(many: Sequence[Sums]) -> Tensor | None:
     """A flag (int32, one element: not 0 if some sum is not finite) where the sums are, computed there without a wait.
-
     None if all of them are numbers already: then it is for the host to look.
     """
     unresolved = _unresolved(many)
@@ -165,14 +151,8 @@ def _unresolved(many: Iterable[Sums]) -> list[DeviceSums]:
 
 
 class NormWorkspace:
-    """Device scratch of one gradient kernel: sums per tile and the flag for inf and NaN; its own until it has run.
-
-    Args:
-        nonfinite: int32, one element: becomes 1 if one of the sums is not finite. Nobody looks at it.
-        arrived: int32, one element, 0 between kernels: those of one stream may share it.
-
-    Attributes:
-        tiles: fp64, a sum of squares per NORM_TILE elements.
+    """Device scratch of one gradient kernel; its own until it has run: ``tiles`` (fp64, a sum of squares per NORM_TILE
+    elements). ``nonfinite``, which nobody looks at, and ``arrived`` (int32, 0 between kernels) a stream may share.
     """
 
     def __init__(self, n: int, nonfinite: Tensor, arrived: Tensor):
@@ -220,11 +200,7 @@ class CudaKernels:
         grad_scale: Tensor | None,
         stop: Tensor | None,
     ) -> None:
-        """One update of all segments in one launch (of 44 each, and one for each rule in turn).
-
-        ``grad_scale``: fp32, one element on the device, instead of the one of the scalars; ``stop``: int32, one element
-        there: nothing is updated if it is not 0 by then.
-        """
+        """One update of all segments in one launch (of 44 each, and one for each rule in turn)."""
         is_aligned = not any(address % 16 for address in (at.weights, at.residual, at.grad, *at.states))
         split = "" if is_compact else f"{_cpp(at.residual != 0)}, "
         arguments = f"{_DTYPES[arrays.grad.dtype]}, {split}{_cpp(is_aligned)}"

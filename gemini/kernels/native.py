@@ -133,17 +133,12 @@ _Queue: Any = ThreadedIoQueue if native is None else native.IoQueue
 class IoQueue(_Queue):  # type: ignore[misc]
     """Reads and writes between memory and file descriptors, on blocking threads (``num_threads``, here as in C++).
 
-    ``submit_read`` and ``submit_write`` take ``(fd, address, nbytes, offset, urgent)`` and return a ticket.
-    Addresses, sizes and offsets are in bytes; what O_DIRECT asks of their alignment is the caller's business, and
-    native code cuts blocks at multiples of 4 MiB from the start of a request. File and memory must live until ``wait``
-    has returned or raised for the ticket; only then is the memory free of the threads. Requests start in the order of
-    submission, and end in any order. In native code urgent ones come first: their blocks go before every block of the
-    others that is not yet being transferred. ``done`` says whether ``wait`` would return or raise at once. A ticket is
-    good for one wait (else ValueError), which raises OSError with the errno of the first block that failed; a read
-    beyond the end of the file is EIO with a text that says so. ``close`` completes what was submitted and ends the
-    threads.
-
-    A queue belongs to the process that made it: in a forked child every call raises RuntimeError. Calls may come from
+    ``submit_read`` and ``submit_write`` take ``(fd, address, nbytes, offset, urgent)``, in bytes, and return a ticket.
+    File and memory must live until ``wait`` has returned or raised for it. Requests start in the order of submission,
+    and end in any order; in native code, which cuts them into blocks of 4 MiB, urgent ones come first. ``done`` says
+    whether ``wait`` would return or raise at once. A ticket is good for one wait (else ValueError), which raises
+    OSError with the errno of the first block that failed; a read beyond the end of the file is EIO. ``close`` completes
+    what was submitted and ends the threads. In a forked child every call raises RuntimeError. Calls may come from
     several threads.
     """
 

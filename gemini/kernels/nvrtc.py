@@ -1,9 +1,8 @@
 """The CUDA kernels of csrc/cuda, compiled by NVRTC, which comes with torch, for the card that is there: without nvcc.
 
 A kernel is compiled when it is first launched and kept in a folder of the user's (``GEMINI_CACHE``, else
-``~/.cache/gemini``), one file each, whose name says the text, the kernel, the architecture and the compiler: the next
-process reads it. A file is put into place whole and carries a checksum; what cannot be read is compiled again, and
-where nothing can be written every process compiles. For :mod:`gemini.kernels.cuda`.
+``~/.cache/gemini``), one file each, with a checksum, whose name says the text, the kernel, the architecture and the
+compiler. What cannot be read is compiled again, and where nothing can be written every process compiles.
 """
 
 from __future__ import annotations

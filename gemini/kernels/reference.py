@@ -1,9 +1,8 @@
 """The numeric kernels in a few torch lines: the definition that every native kernel equals bit for bit.
 
-Each function works on any device and any number of elements, in slabs, so that its temporaries stay small whatever the
-size of the tensor. Arithmetic is plain IEEE fp32 in the order written here. The checks of arguments live in
-gemini.kernels, whose functions of the same names come here where there is no native code for a tensor. What an update
-is stands in the rules (:mod:`gemini.rules`); what its compact states are, and the flush-to-zero mode, are here too.
+Each function works on any device, in slabs, so that its temporaries stay small. Arithmetic is plain IEEE fp32 in the
+order written here; gemini.kernels checks the arguments. What an update is stands in the rules (:mod:`gemini.rules`);
+what its compact states are, and the flush-to-zero mode, are here too.
 """
 
 from __future__ import annotations

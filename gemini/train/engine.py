@@ -1,9 +1,7 @@
 """The engine behind one wrapped model: makes all that its training is done with, and hands each part what it needs.
 
-Nothing below knows it. Hooks and params refer to it weakly, as the passes and the owner that they ask
-(:mod:`gemini.train.passes.hooks`, :mod:`gemini.train.params.by_name`): the model alone keeps it alive. Params are
-ordinary ones while the model computes (a forward is on the stack, a backward is running, or ``gathered()`` is open),
-and guarded at all other times.
+Nothing below knows it. Hooks and params refer to it weakly, as the passes and the owner that they ask: the model alone
+keeps it alive. Params are ordinary ones while the model computes, and guarded at all other times.
 """
 
 from __future__ import annotations

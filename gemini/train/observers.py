@@ -1,11 +1,9 @@
 """Who is told what a model does, and what is done for chunks beside the model's own work.
 
-A recording of steps, and a tracer that must not count what is ours; a checkpoint that is written behind the training,
-and whatever else keeps a durable copy of masters and states. Own work stands apart from the transforms of
-``torch.func`` as well, around a managed model or inside of it: while one runs, torch hands every operation through a
-stack of interpreters, allows no saved-tensor hooks, and keeps the params themselves for its own backward, where nobody
-can count them. So the engine moves weights outside of that stack, and what a differentiating transform has read stays
-gathered until it is over.
+Own work stands apart from the transforms of ``torch.func`` as well: while one runs, torch hands every operation through
+a stack of interpreters, allows no saved-tensor hooks, and keeps the params themselves for its own backward, where
+nobody can count them. So the engine moves weights outside of that stack, and what a differentiating transform has read
+stays gathered until it is over.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Where in a training step a model is: one value, handed to all who must know.
-
-It says whether a forward and whether a backward computes. Beside that stand the facts of a step that outlive both: what
-clipping asks for, which weights an update inside backward has changed already, and whether one broke off in the middle.
-"""
+"""Where in a training step a model is: one value, handed to all who must know; and which threads work in it."""
 
 from __future__ import annotations
 

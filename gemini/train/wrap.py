@@ -1,9 +1,8 @@
 """A model becomes a managed one, and an ordinary one again.
 
-Managing changes a model in several ways: params become slices and move home, buffers move, modules are hooked and
-compute in tiles, its class changes. Each is a change ``apply(...) -> undo``, and one list of undos, run from the last
-to the first, serves all ends: a wrap that fails leaves the model as it was, whatever it failed at, and
-:func:`gemini.release` makes a model ordinary with the values that it has by then.
+Each change of the model is ``apply(...) -> undo``, and one list of undos, run from the last to the first, serves all
+ends: a wrap that fails leaves the model as it was, and :func:`gemini.release` makes a model ordinary with the values
+that it has by then.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Offloaded activations in flight beside computing: written behind forward, read ahead of backward.
 
-What a tensor holds when it is saved is copied at once, into memory that is in the ledger ("activations in flight"), and
-moves on from there: nobody waits for the drive, and the model may overwrite the tensor as it likes. Backward asks for
-tensors in about the reverse order of their saving, so the ones before are read while it recomputes.
-
-All of it takes room that is left over, beside the planes and beside windows that the plan keeps, and gives way to
-whoever needs that: where there is none, moves are made in turn as without overlap. Used by the training thread alone.
+What a tensor holds when it is saved is copied at once, and moves on from there: nobody waits for the drive, and the
+model may overwrite it. Backward asks for tensors in about the reverse order of their saving, so the ones before are
+read while it recomputes. All of it takes room that is left over ("activations in flight"), and gives way to whoever
+needs that: where there is none, moves are made in turn as without overlap. Used by the training thread alone.
 """
 
 from __future__ import annotations

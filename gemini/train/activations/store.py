@@ -1,11 +1,10 @@
 """Checkpointed activations in host memory or in the file of a tier, from forward to their recomputation.
 
-Gradient checkpointing keeps the inputs of each checkpointed block for backward. With
-``GeminiConfig(offload_activations=...)`` they leave the computing tier as they are saved and come back, the same bits,
-when backward asks for them. torch saves them through the saved-tensor hooks that are open around the outermost
-forward; what other operations save passes through these hooks too and is left alone, weights above all. Every byte is
-in the ledger under "activations". A tensor that several blocks were given (an encoder's output) is stored once. With
-overlap the moves are made beside computing (:mod:`gemini.train.activations.flights`), else here, in turn.
+With ``GeminiConfig(offload_activations=...)`` the inputs of checkpointed blocks leave the computing tier as they are
+saved and come back, the same bits, when backward asks for them. torch saves them through the saved-tensor hooks that
+are open around the outermost forward; what other operations save passes through these too and is left alone, weights
+above all. A tensor that several blocks were given is stored once. With overlap the moves are made beside computing
+(:mod:`gemini.train.activations.flights`), else here, in turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Other planes for gradients, in the middle of a step: fp32 sums where a second backward comes unannounced, and planes
-where modules compute while several backwards add to the gradients of a block.
-
-The planes of a chunk change in one statement that no Ctrl-C can cut, after nothing lands in the old ones any more.
+where modules compute while several backwards add to the gradients of a block. The planes of a chunk change in one
+statement that no Ctrl-C can cut, after nothing lands in the old ones any more.
 """
 
 from __future__ import annotations

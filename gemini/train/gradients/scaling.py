@@ -1,11 +1,9 @@
 """Which loss scale the gradients of a model carry.
 
-A backward is *scaled* if its loss went through ``scale`` of a ``gemini.GradScaler``, which the bridges call too. That
-puts a node behind the loss, which tells, when its backward begins, by what everything below it is multiplied. One
-that a node of a scaled one starts (reentrant checkpointing) is scaled with it. No other backward is.
-
-Gradients lie in their planes as they come, multiplied, and the update takes the scale out as it reads them. In fp16 a
-gradient of a backward that is not scaled is refused before it lands: it would have lost bits, or all of them.
+A backward is *scaled* if its loss went through ``scale`` of a ``gemini.GradScaler``, which puts a node behind it that
+tells when its backward begins; one that a node of a scaled one starts (reentrant checkpointing) is scaled with it.
+Gradients lie in their planes as they come, multiplied, and the update takes the scale out. In fp16 a gradient of a
+backward that is not scaled is refused before it lands: it would have lost bits, or all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
 
-A gradient is copied (or added: in fp32, or in bf16 with what rounding loses in a plane of its own) into its chunk's
-grad plane at the plane's home, and torch's own copy is freed. Sums of squares are made on the way, over fixed tiles, so
-the same bits come out wherever the plane lives; they tell the norm and whether all is finite without another pass.
+Sums of squares are made on the way, over fixed tiles, so the same bits come out wherever the plane lives.
 
     within reach     the plane is where modules compute: copied or added there, at once
     straight         it leaves the device as it is: summed up there, and one copy into its plane that nobody waits for
@@ -10,8 +8,7 @@ the same bits come out wherever the plane lives; they tell the norm and whether 
 
 What leaves the device keeps its bytes there in the ledger until it has landed, and backward waits for none of it: an
 update takes the events of its chunk's landings along, sums that the host makes are waited for by whoever asks for a
-norm. Sums of a CUDA kernel stay on the device, and come to the host all at once, when somebody asks first; where all
-gradients stay there, clipping and the check for inf and NaN are done there as well.
+norm. Sums of a CUDA kernel come to the host all at once, when somebody asks first.
 """
 
 from __future__ import annotations

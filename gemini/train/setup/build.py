@@ -1,8 +1,7 @@
 """From a model and a config to chunks at their homes: the one-time work of ``GeminiDDP(model, config)``.
 
-Everything that can be refused is refused before the first byte of the model moves: bad params, budgets that cannot hold
-it, a directory that cannot be written. Then the params move chunk by chunk, each freed as soon as it stands in its
-home, so that the model and its chunks are never in memory twice.
+Everything that can be refused is refused before the first byte of the model moves. Then the params move chunk by chunk,
+each freed as soon as it stands in its home, so that the model and its chunks are never in memory twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What a model must be like for Gemini to manage it, found out before anything of it changes.
-
-Params move to chunks, hooks go around modules, and the class of the model changes. Whatever of that cannot be, because
-of what the model holds, is refused here with the place and the remedy.
+"""What a model must be like for Gemini to manage it: what cannot be is refused, with the place and the remedy, before
+anything of it changes.
 """
 
 from __future__ import annotations

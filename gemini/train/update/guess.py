@@ -1,16 +1,13 @@
 """Updates that begin inside backward as if the step were known: nothing clipped, every gradient finite.
 
-Such an update is a *guess*. It is right if ``optimizer.step()`` asks for just this update: of the same params, with the
-same step count, hyperparameters and factor, bit for bit. Then it is kept, and was under way all the time. Else it is
-undone, and the step makes its own from what was there before; so it is if anybody reads the chunk before the step. The
-gradients are kept until then.
+Such a *guess* is right if ``optimizer.step()`` asks for just this update, bit for bit. Then it is kept, and was under
+way all the time. Else it is undone, and the step makes its own from what was there before; so it is if anybody reads
+the chunk before the step. The gradients are kept until then.
 
 To be undone costs nothing where a plane has two slots (:mod:`gemini.memory.durable.slots`). What has none is copied
-into memory, if that has room right now; else the chunk is not guessed. Tile by tile, on the thread that updates, what
-is about to be overwritten is copied first. Weights that modules read in place are another matter: a graph, or whoever
-has a view of them, may look at them until the step. The update writes those beside, and they come home when the step
-keeps it. Either way it is one copy, in host memory that the ledger has as long as it is needed: only what is free
-anyway, and given back to whoever finds no room.
+into host memory tile by tile before it is overwritten, if that has room right now; else the chunk is not guessed.
+Weights that modules read in place are written beside, and come home when the step keeps them: a graph may look at them
+until then. The copies are given back to whoever finds no room.
 
     handed over -> begun -> kept: an update like others
                         \\-> dropped: no tile of it begins any more -> undone

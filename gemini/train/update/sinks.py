@@ -1,9 +1,6 @@
-"""What becomes of the gradients of a model, chosen once when it is wrapped.
-
-They are kept in grad planes until the step, or, with ``step_in_backward``, until all of their chunk are there: then
-they are used inside backward, in the one that is the last of its step (outside ``no_sync()``). With
-``gradients="transient"`` they are used from where autograd left them, and kept nowhere. Ranks that share params divide
-them first (:mod:`gemini.train.sharding.reduction`).
+"""What becomes of the gradients of a model: kept in grad planes until the step; with ``step_in_backward`` used when all
+of their chunk are there, in the backward that is the last of its step; with ``gradients="transient"`` used from where
+autograd left them. Ranks that share params divide them first (:mod:`gemini.train.sharding.reduction`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""One optimizer update of one chunk, tile by tile, wherever its planes live.
+"""One optimizer update of one chunk, tile by tile, wherever its planes live (:class:`Path`).
 
-:class:`Path` says how. Params of one tile may have different hyperparameters, step counts, or no gradient: each has a
-``ParamUpdate``, and neighbours that are updated alike go through the kernel together (if the rule does not ask where
-they stand). A tile begins (what is not here is on its way), runs, and finishes (what was brought is back), on the
-training thread or on the update worker. Where nothing is brought, tiles are the same in every step but for their
-scalars: they are cut once (:class:`TilesInPlace`).
+Each param has a ``ParamUpdate``; neighbours that are updated alike go through the kernel together, if the rule does not
+ask where they stand. A tile begins (what is not here is on its way), runs, and finishes (what was brought is back), on
+the training thread or on the update worker. Where nothing is brought, tiles are cut once (:class:`TilesInPlace`).
 """
 
 from __future__ import annotations

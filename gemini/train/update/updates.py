@@ -1,11 +1,9 @@
 """Updates in flight: ``optimizer.step()`` hands them over and returns, and whoever needs a chunk waits for its own.
 
 Exact whatever the timing: hyperparameters, clipping and step counts are fixed when an update is handed over, no weight
-is read between then and its end (gathered copies are dropped, params that stay in place are guarded), and no gradient
-is overwritten before it was used. What is needed first goes first: the order of the next forward.
-
-All waiting is in :class:`Updates`: ``wait`` for one chunk (others call ``Chunk.settle``), ``drain`` for all.
-An update that is only guessed (:mod:`gemini.train.update.guess`) is undone by both: who waits wants what the step left.
+is read between then and its end, and no gradient is overwritten before it was used. What the next forward needs first
+goes first. All waiting is in :class:`Updates`: ``wait`` for one chunk (others call ``Chunk.settle``), ``drain`` for
+all; both undo what is only guessed.
 """
 
 from __future__ import annotations

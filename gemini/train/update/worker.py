@@ -1,9 +1,8 @@
 """The thread on which updates run beside training: chunk after chunk by deadline, tiles of staged ones in a pipeline.
 
-While one tile is updated, the next ones are read and the ones before are written back, across the borders of chunks;
-each has a slot of staging of its own, in host memory, or on the device for updates that are streamed through it. An
+While one tile is updated, the next ones are read and the ones before are written back, each in a slot of staging. An
 update that fails ends all others that wait: the model is then half of one step and half of the next, and whoever waits
-for any of them is told why. If they were all guesses (:mod:`gemini.train.update.guess`), nothing is lost.
+for any of them is told why. If they were all guesses, nothing is lost.
 """
 
 from __future__ import annotations
