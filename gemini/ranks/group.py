@@ -1,15 +1,14 @@
 """Who shares one model: the process groups, from what the user gave, from an existing group, or from torchrun.
 
-Four questions have answers of their own here. Who divides chunks and who holds the same shard (*wire*, *replicas*)?
-Who has the same params (*everyone*)? Who works on the same job, with other slices of the model perhaps (*job*)? Who is
-on this machine (*local_size*)? And of those with the same params the first one writes what only one may write. Our own
-groups are made beside the user's, so that messages of the user and of Gemini never meet.
+Of those with the same params the first one writes what only one may write. Our own groups are made beside the user's,
+so that messages of the user and of Gemini never meet.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,10 +74,7 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 def size_of(mesh: DeviceMesh, *names: str) -> int:
     """How many ranks there are along these dims; 1 along dims that the mesh does not have."""
-    size = 1
-    for name, along in zip(names_of(mesh), mesh.mesh.shape, strict=True):
-        size *= along if name in names else 1
-    return size
+    return math.prod(along for name, along in zip(names_of(mesh), mesh.mesh.shape, strict=True) if name in names)
 
 
 def place_in(mesh: DeviceMesh, *names: str) -> int:
@@ -127,7 +123,7 @@ class Ranks:
         replicas: among the ranks that hold the same shard of what is no expert.
         copies: among those that hold the same shard of everything.
         everyone: among all ranks with the same params: those of the model, or of this slice of it. Ranks with other
-            experts are among them. The first one writes what only one may write.
+            experts are among them.
         alike: the same without these.
         job: among all ranks of the mesh; the same as ``everyone`` where no other dim slices the model.
         same_batch: among the slices that compute with this rank's batch (``tp``).
@@ -207,9 +203,8 @@ class Ranks:
     def close(self) -> None:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
         # Several wires may have one group, which ends once.
-        for group in {wire.group for wire in vars(self).values() if isinstance(wire, Wire)}:
-            if group is not None:
-                end_subgroup(group)
+        for group in {wire.group for wire in vars(self).values() if isinstance(wire, Wire) and wire.group}:
+            end_subgroup(group)
         self.waiting.close()
 
     @property
@@ -235,7 +230,7 @@ class Ranks:
     def smallest(self, values: list[int]) -> list[int]:
         """The minimum over all ranks of the job of each value."""
         everyone = self.job.swap(Tag.VALUES, torch.tensor(values, dtype=torch.int64, device="cpu"), "the start")
-        return [int(value) for value in everyone.amin(0)]
+        return everyone.amin(0).tolist()  # type: ignore[no-any-return]
 
     def take_from_first(self, tensors: Mapping[str, torch.Tensor], wire: Wire | None = None) -> list[str]:
         """Make ``tensors`` those of the first rank of ``wire``, or of those with the same params, as
@@ -266,16 +261,14 @@ def join(
     cuda: bool = False,
     in_parts: bool = False,
 ) -> Ranks:
-    """The ranks this process shares a job with, itself among them.
-
-    ``mesh``: by the names of its dims (:mod:`gemini.ranks.group`); without names one dimension shards, of two the first
-    replicates and the second shards (as in torch's FSDP2). Without both arguments: the default process group, and if
-    there is none but torchrun or srun has started this process, it is made.
+    """The ranks this process shares a job with, itself among them: those of ``mesh`` by the names of its dims
+    (:func:`names_of`), or of the process group. Without both it is the default one; if there is none but torchrun or
+    srun has started this process, it is made.
 
     ``in_parts``: Gemini has cut the model over the mesh, into slices or stages.
 
     Raises:
-        ValueError: for names that mean nothing, for a mesh without this process, or both arguments.
+        ValueError: as :func:`names_of`; for a mesh without this process, or both arguments.
     """
     if mesh is not None:
         if process_group is not None:
@@ -294,16 +287,12 @@ def join(
     everyone = _wire(ranks, process_group)
     # NCCL's group beside gloo's: agreements and messages by name stay on the CPU.
     everyone.library = _collective(ranks) if cuda else None
-    return _of_one_group(everyone, _count_local(everyone, len(ranks)))
+    return alone(everyone, _count_local(everyone, len(ranks)))
 
 
-def alone() -> Ranks:
-    """A process alone is a group of one."""
-    return _of_one_group(Wire(), 1)
-
-
-def _of_one_group(wire: Wire, local_size: int) -> Ranks:
-    """The ranks of ``wire``, who divide chunks and are all there is."""
+def alone(wire: Wire | None = None, local_size: int = 1) -> Ranks:
+    """A process alone, or the ranks of ``wire``, who divide chunks and are all there is."""
+    wire = wire or Wire()
     waiting = WaitingGroup(wire.global_ranks)
     return Ranks(wire=wire, everyone=wire, alike=wire, job=wire, writers=wire, waiting=waiting, local_size=local_size)
 

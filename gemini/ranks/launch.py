@@ -31,11 +31,6 @@ def local_rank() -> int:
     return int(told.get("LOCAL_RANK", told["RANK"])) if num_processes() > 1 else 0
 
 
-def local_size() -> int:
-    """How many processes were started on this machine."""
-    return int(_told().get("LOCAL_WORLD_SIZE", 1)) if num_processes() > 1 else 1
-
-
 def speaks() -> bool:
     """Whether this process says what all find out alike, before they can compare: the first one of each machine."""
     return local_rank() == 0
@@ -45,11 +40,11 @@ def again(arguments: str) -> str:
     """How to start ``gemini`` with ``arguments`` again, in as many processes."""
     if num_processes() == 1:
         return f"gemini {arguments}"
-    if "RANK" not in os.environ:
-        return f"srun, as before, gemini {arguments}"
-    if num_processes() == local_size():
-        return f"torchrun --nproc-per-node {local_size()} -m gemini {arguments}"
-    return f"torchrun, as before on every machine, -m gemini {arguments}"
+    return (
+        f"torchrun, as before, -m gemini {arguments}"
+        if "RANK" in os.environ
+        else f"srun, as before, gemini {arguments}"
+    )
 
 
 def tell_torch(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -1,9 +1,5 @@
 """Process groups of torch: how they are made by the ranks that need them, and end.
 
-start_group    the default group of the processes of one attempt, in a store that outlives attempts
-make_subgroup  a group of some ranks, made by those alone
-WaitingGroup   a group of its own for ranks that wait for each other's disks
-
 torchrun keeps one store for all its restarts, and torch writes the same names into it each time: a rank that is quick
 reads the address where another one listened before it was killed (seen with torch 2.13: "Connection refused", or a wait
 for the whole timeout). So the ranks first agree on a word that no earlier attempt knew, and put it before all names.
@@ -100,13 +96,10 @@ _open: weakref.WeakSet[WaitingGroup] = weakref.WeakSet()
 
 
 class WaitingGroup:
-    """A group of some ranks, made by all of them at the first use.
+    """A group of some ranks (ascending, with this one), made by all of them at the first use.
 
     It is another group than those of training, whose messages go on while a checkpoint is written behind it, and waits
     as long as torch does by default (half an hour), whatever was chosen to notice a rank that hangs in a step.
-
-    Args:
-        global_ranks: ascending, with this one.
     """
 
     def __init__(self, global_ranks: Sequence[int]):
@@ -117,7 +110,6 @@ class WaitingGroup:
     def group(self) -> dist.ProcessGroup | None:
         """The group, made when it is asked for first, by all of its ranks; None for a rank alone."""
         if self._group is None and len(self._ranks) > 1:
-            # Torch's own timeout: a rank may write to its disk for longer than a step may take.
             self._group = make_subgroup(self._ranks, "gloo")
             _open.add(self)
         return self._group
@@ -138,7 +130,6 @@ class WaitingGroup:
         return heard
 
     def close(self) -> None:
-        """The model ends."""
         group, self._group = self._group, None  # its threads live as long as somebody refers to it
         if group is not None:
             end_subgroup(group)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class Tag(IntEnum):
 class Pending:
     """Messages under way. They must be waited for before their tensors are used again."""
 
-    def __init__(self, works: list[tuple[int, dist.Work]], who: Sequence[int], what: str):
+    def __init__(self, works: list[tuple[int, Any]], who: Sequence[int], what: str):
         self._works, self._who, self._what = works, who, what
 
     def wait(self) -> None:
@@ -107,16 +108,16 @@ class Wire:
         self, tag: Tag, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], what: str
     ) -> Pending:
         """Send ``outgoing[rank]`` to, and receive ``incoming[rank]`` from, the ranks named; contiguous CPU tensors."""
-        works: list[tuple[int, dist.Work]] = []
+        works: list[tuple[int, Any]] = []
         for peer in self.peers:
             try:
                 # An empty tensor is no message, on either side.
                 if peer in incoming and incoming[peer].numel():
-                    work = dist.irecv(_as_bytes(incoming[peer]), group=self.group, group_src=peer, tag=tag)
-                    works.append((peer, _some(work)))
+                    payload = _as_bytes(incoming[peer])
+                    works.append((peer, dist.irecv(payload, group=self.group, group_src=peer, tag=tag)))
                 if peer in outgoing and outgoing[peer].numel():
                     payload = _as_bytes(outgoing[peer])
-                    works.append((peer, _some(dist.isend(payload, group=self.group, group_dst=peer, tag=tag))))
+                    works.append((peer, dist.isend(payload, group=self.group, group_dst=peer, tag=tag)))
                     self.sent[tag] += payload.numel()
             except RuntimeError as e:
                 raise lost(self.global_ranks[peer], what, e) from e
@@ -196,9 +197,7 @@ class Wire:
         return texts
 
     def all_gather_by_library(self, tag: Tag, into: torch.Tensor, own: torch.Tensor, what: str) -> None:
-        """``own`` of every rank, one behind the other, on the stream of the caller. ``own`` may be this rank's place in
-        ``into``. A failure of ``what`` is a lost rank.
-        """
+        """``own`` of every rank (perhaps its place in ``into``), one behind the other, on the stream of the caller."""
         # torch 2.13 warns of the old names of this and the next, which 2.11 alone has.
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with guarded(what):
@@ -206,9 +205,7 @@ class Wire:
         self.sent[tag] += own.nbytes * (self.size - 1)
 
     def reduce_scatter_by_library(self, tag: Tag, into: torch.Tensor, whole: torch.Tensor, what: str) -> None:
-        """This rank's section of the sum over ranks of ``whole``, on the stream of the caller. ``into`` may be its
-        place there; raises as the above.
-        """
+        """This rank's section (perhaps its place) of the sum over ranks of ``whole``, on the stream of the caller."""
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with guarded(what):
             call(into, whole, group=self.library)
@@ -278,11 +275,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: gloo need not know its dtype."""
     assert tensor.is_contiguous()
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _some(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this process does not belong to the group"
-    return work
 
 
 _OF_TORCH = str(Path(dist.__file__).parent)
