@@ -26,7 +26,7 @@ from gemini.memory.movement.mover import Working
 from gemini.memory.movement.transfers import Job, Lane
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
-from gemini.ranks.agree import Point, Request
+from gemini.ranks.agree import Point, Request, tell
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.homes import adds_up
 from gemini.train.params.handle import Leftover, ParamHandle, stepping_in_backward
@@ -52,27 +52,19 @@ class _WholeGradient:
 
 
 class _Landing(NamedTuple):
-    """A reduction as the training thread leaves it to whoever lands it, perhaps when another backward has begun.
-
-    Attributes:
-        handles: of the gradients that arrive.
-        adding: by param of the chunk, whether its plane has a gradient.
-        flat: this rank's whole gradient, if it has any.
-        senders: the ranks that have one, and its dtype there.
-    """
+    """A reduction as the training thread leaves it to whoever lands it, perhaps when another backward has begun."""
 
     chunk: Chunk
-    handles: list[ParamHandle]
-    adding: dict[str, bool]
-    flat: torch.Tensor | None
-    senders: Mapping[int, torch.dtype]
+    handles: list[ParamHandle]  # of the gradients that arrive
+    adding: dict[str, bool]  # by param of the chunk, whether its plane has a gradient
+    flat: torch.Tensor | None  # this rank's whole gradient, if it has any
+    senders: Mapping[int, torch.dtype]  # the ranks that have one, and its dtype there
 
 
 class Reduction(StepSync):
     """The gradients of a model that is shared with other ranks.
 
     Args:
-        into: takes what comes of it, as in one process.
         dtype: in which they are added up, unless their params stay in fp32.
         room: bytes of the computing tier for whole gradients.
     """
@@ -268,7 +260,7 @@ class Reduction(StepSync):
     def _check_plans(self, details: list[int]) -> None:
         """Refuse updates inside backward that ranks disagree about, before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
-            self._shards.refuse_differing("the updates inside backward", self.facts_of_updates())
+            tell(self._ranks.everyone, "the updates inside backward", self.facts_of_updates())
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """Add up chunk ``index`` on all ranks: each receives its shard of the sum and lands it."""

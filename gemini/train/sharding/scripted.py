@@ -72,11 +72,7 @@ class Arrival(Event):
 
 
 class Channel:
-    """The chunks of one model, over the wire.
-
-    Args:
-        scratch: host memory for pieces of gradients.
-    """
+    """The chunks of one model, over the wire; ``scratch``: host memory for pieces of gradients."""
 
     needs_all = False
     """Whether a rank without any gradient of a chunk takes part in the sum, with zeros."""
@@ -90,11 +86,8 @@ class Channel:
     def fetch(self, chunk: Chunk) -> Event:
         """Bring this rank's shard of a chunk into its window, for :meth:`gather` and :meth:`launch_gather`."""
         fetched = self.mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
-        self._await(fetched)
-        return fetched
-
-    def _await(self, fetched: Event) -> None:
         fetched.wait()  # the wire reads it on the host
+        return fetched
 
     def fetch_ahead(self, chunk: Chunk) -> Event:
         """Begin :meth:`fetch` ahead of its use: the event after which the shard may be read there."""
@@ -146,9 +139,11 @@ class LibraryChannel(Channel):
 
     needs_all = True
 
-    def _await(self, fetched: Event) -> None:
+    def fetch(self, chunk: Chunk) -> Event:
+        fetched = self.mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
         # The collective comes behind the copy on the stream: the host need not wait for it.
         fetched.wait_on_device()
+        return fetched
 
     def fetch_ahead(self, chunk: Chunk) -> Event:
         fetched = self.mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
@@ -226,12 +221,7 @@ class Launch(Event):
 
 
 class ScriptedStep:
-    """The place of this rank in a script, and what it has begun.
-
-    Args:
-        channel: moves the chunks.
-        manager: gives gathers ahead of their use to a worker.
-    """
+    """The place of this rank in a script, and what it has begun. ``manager`` gives gathers ahead to a worker."""
 
     def __init__(self, script: Script, channel: Channel, manager: Manager, lanes: Lanes):
         self.script = script
@@ -308,12 +298,8 @@ class ScriptedStep:
         return reductions[begun].chunk if begun < len(reductions) and not self._leaves else None
 
     def reduce(self, brings: int, add_up: Callable[[], None], launch: Callable[[], Event]) -> Job:
-        """Begin the next reduction.
-
-        Args:
-            brings: a number above 0 that says in which form; all ranks must bring the same.
-            add_up: called on a worker if none has parted.
-            launch: lets it begin, before ``add_up``; the end of that.
+        """Begin the next reduction: ``launch`` lets it begin and gives the end of that, then ``add_up`` is called on a
+        worker, if none has parted. ``brings``: a number above 0 that says in which form; it must be the same on all.
         """
         number, device = len(self._jobs), self._channel.device
 

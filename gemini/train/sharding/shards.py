@@ -4,9 +4,7 @@
     read     a param's values by name, to those ranks that ask
 
 and gradients in ``gemini.train.sharding.reduction``. What is in flight is in the ledger: windows while they are filled,
-whole gradients as "gradients in flight", pieces on the wire as "exchange". A rank that shares its
-params with none has a :class:`Company` in their place, which answers every call with nothing, so that nobody asks
-whether there are others.
+whole gradients as "gradients in flight", pieces on the wire as "exchange".
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Track
 from gemini.planning.working import replica_scratch_bytes
-from gemini.ranks.agree import SERVED, Facts, Point, Request, agree, choose, mismatch, tell
+from gemini.ranks.agree import SERVED, Facts, Point, Request, agree, choose, mismatch
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import Tier
@@ -45,7 +43,7 @@ _PARTED = -1  # where the ranks of a replica stand that cannot agree among thems
 
 
 class Company:
-    """The company of a rank that shares its params with none."""
+    """The company of a rank that shares its params with none: nobody need ask whether there are others."""
 
     def __init__(self, ranks: Ranks, mover: Mover):
         self.ranks, self._mover = ranks, mover
@@ -91,10 +89,6 @@ class Company:
         facts = Facts({"directory": Path(os.fsdecode(directory)).name})
         self.agree(point, doing, lambda: facts, refusal, among=self.ranks.writers, words="folder")
 
-    def refuse_differing(self, doing: str, facts: Facts) -> None:
-        """Say what differs, on all ranks with the same params, when their checksums do: raises as ``agree``."""
-        tell(self.ranks.everyone, doing, facts)
-
     def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
         """Wait until every rank of the model stands at ``point``; what each of them says, by replica."""
         return [[detail]]
@@ -118,7 +112,7 @@ class Shards(Company):
 
     Args:
         exchange: bytes of host memory for pieces on the wire.
-        kinds: of planes, numbered alike on all ranks.
+        kinds: of planes.
         follows: whether steps may follow a script.
     """
 
@@ -158,7 +152,6 @@ class Shards(Company):
         self._sent_before: Counter[str] = Counter()
 
     def close(self) -> None:
-        """End the workers: the model ends."""
         for lane in self._lanes or ():
             lane.close()
 
@@ -173,10 +166,8 @@ class Shards(Company):
     def _sent(self) -> Counter[str]:
         """Bytes this rank has sent since the start, by collective."""
         total: Counter[str] = Counter()
-        wires = [self.ranks.wire, self.ranks.replicas, self.ranks.context, self.ranks.experts]
-        if self.ranks.everyone is not self.ranks.wire:
-            wires.append(self.ranks.everyone)
-        for wire in wires:
+        ranks = self.ranks
+        for wire in {ranks.wire, ranks.everyone, ranks.replicas, ranks.context, ranks.experts}:
             for tag, num_bytes in wire.sent.items():
                 total["agreement" if tag in (Tag.HEADER, Tag.VALUES) else tag.name.lower()] += num_bytes
         return total
@@ -222,13 +213,8 @@ class Shards(Company):
                 arrival.wait_on_device()
 
     def finish(self, *, at_end: bool = False) -> bool:
-        """Leave the script, if one is followed.
-
-        Args:
-            at_end: where a backward ends, and not because something else is wanted.
-
-        Returns:
-            whether that ends the script on every rank: its gradients, and their norms, are the same thing on all.
+        """Leave the script, if one is followed. ``at_end``: where a backward ends, and not because something else is
+        wanted. True if that ends it on every rank: its gradients, and their norms, are the same thing on all.
         """
         step = self.step
         if step is None:
@@ -288,9 +274,7 @@ class Shards(Company):
         return [request.detail for request in self.reach(Request(point, 0, detail))]
 
     def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
-        """Wait until every rank of the model stands at ``point``; what each of them says, by replica. Raises
-        RankMismatch, on every rank, if those of some replica, or the replicas among each other, want other things.
-        """
+        """Raises RankMismatch, on every rank, if those of some replica, or the replicas, want other things."""
         row = self.meet(point, detail)
         if self.ranks.num_replicas == 1:
             return [row]
@@ -337,14 +321,14 @@ class Shards(Company):
             self.params.handles[number].chunk.settle()
             self._serve_read(self.params.handles[number], self._kinds[kind], receivers)
             return
-        self._chunks[index].settle()
+        chunk = self._chunks[index]
+        chunk.settle()
         # If all want it an all-gather is the shortest way; else nobody may be made to hold a whole chunk.
         if len(receivers) == self.ranks.size:
-            chunk = self._chunks[index]
             chunk.fetched = self.channel.fetch(chunk)
             self.channel.gather(chunk)
         else:
-            self._send_weights(self._chunks[index], receivers)
+            self._send_weights(chunk, receivers)
 
     def _send_weights(self, chunk: Chunk, receivers: list[int]) -> None:
         """Send weights that only some ranks need: host tile by host tile, so that the others need no memory for it."""
@@ -374,7 +358,6 @@ class Shards(Company):
     # ---- by name ------------------------------------------------------------------------------------------------
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
-        """Read the values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
         # Where the others' parts go while this rank serves and is served.
         self._read = out
         try:

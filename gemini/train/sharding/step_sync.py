@@ -19,7 +19,7 @@ from gemini.errors import GeminiError, RankMismatch
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import GRAD, GRAD_ERROR
-from gemini.ranks.agree import Facts, Point, agree, plain
+from gemini.ranks.agree import Facts, Point, agree, plain, tell
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.gradients.scaling import Scaling
 from gemini.train.params.handle import ParamHandle, Stepper, handles_of, optimizer_of
@@ -176,7 +176,7 @@ class StepSync(GradientSink):
         said = self._shards.meet_all(Point.SYNC_GRADS, gradients.checksum << 8 | self._num_backwards % 256)
         if any(len(set(row)) > 1 for row in said) or len({detail % 256 for row in said for detail in row}) > 1:
             facts = Facts({_BACKWARDS: str(self._num_backwards)}) | gradients
-            self._shards.refuse_differing("clip_grad_norm_ or optimizer.step()", facts)
+            tell(self._ranks.everyone, "clip_grad_norm_ or optimizer.step()", facts)
         self._sum_over_replicas()
         norms = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
         self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, norms, "the gradient norm"))
@@ -226,14 +226,8 @@ class StepSync(GradientSink):
 
     def sum_now(self, chunk: Chunk, section: torch.Tensor, present: Sequence[ParamHandle], plan: int) -> None:
         """Add up gradients that are about to be used, and are kept nowhere: ``section``, this rank's shard, becomes the
-        sum over replicas. They come here for one chunk after another, in the order of backward.
-
-        Args:
-            present: who has a gradient in it.
-            plan: what the updates depend on, as a checksum.
-
-        Raises:
-            RankMismatch: on every rank, if a replica has other gradients, or is about to update them in another way.
+        sum over replicas. ``present`` have a gradient in it, and ``plan`` is the checksum of what updates depend on:
+        raises RankMismatch, on every rank, if they are others on a replica.
         """
         names = [handle.name for handle in present]
         facts = Facts({"the chunk": chunk.spec.index, "the gradients in it": names, "the hyperparameters": plan})
