@@ -327,10 +327,8 @@ class Speeds:
 
     @classmethod
     def of(cls, hardware: Hardware, tiers: Mapping[Tier, int], *, sharing: int = 1) -> Speeds:
-        """The figures of a machine whose host and drives ``sharing`` ranks share.
-
-        Raises:
-            MissingFigure: for one that a plan over ``tiers`` needs.
+        """The figures of a machine whose host and drives ``sharing`` ranks share. Raises MissingFigure for one that a
+        plan over ``tiers`` needs.
         """
         usual, shares = cls.typical(), Efficiency()
 

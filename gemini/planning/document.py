@@ -29,10 +29,8 @@ _WRITTEN_BY = {
 
 def read(data: Any, kind: type[T]) -> T:
     """The value of type ``kind`` (a dataclass, ``NamedTuple`` or ``msgspec.Struct``, declared once) that ``data`` (as
-    JSON has it) stands for; parts of it may be values already. msgspec reads strictly, no int for a bool.
-
-    Raises:
-        ValueError: for what it cannot be. Whoever knows the file turns it into an error that names it.
+    JSON has it) stands for; parts of it may be values already. msgspec reads strictly, no int for a bool. Raises
+    ValueError for what it cannot be. Whoever knows the file turns it into an error that names it.
     """
     try:
         return msgspec.convert(data, kind)
@@ -43,10 +41,7 @@ def read(data: Any, kind: type[T]) -> T:
 
 class Document:
     """A value with a file form: its fields by name, unless a class says otherwise in ``_to_body`` and ``_from_body``.
-
-    Args:
-        kind: what the file says that it is.
-        version: of the form of the file.
+    The file says its kind, and the version of its form.
     """
 
     _kind: ClassVar[str]
@@ -94,19 +89,13 @@ class Document:
 
     @classmethod
     def _from_body(cls: type[D], body: dict[str, Any]) -> D:
-        """The value of such fields, or of those that an older release wrote.
-
-        Raises:
-            ValueError, KeyError, TypeError, IndexError, AttributeError: for what no release wrote.
-        """
+        """The value of such fields, or of those that an older release wrote; an error of these above for others."""
         return read(body, cls)
 
 
 def load(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
     """What ``parse`` makes of a file that a user names, ``what`` being a word before its path ("--plan", or none).
-
-    Raises:
-        PlanMismatch: naming the file, if it cannot be read or is not what it should be.
+    Raises PlanMismatch naming the file, if it cannot be read or is not what it should be.
     """
     named = f"{what} {path}".lstrip()
     try:

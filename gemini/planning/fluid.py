@@ -84,16 +84,9 @@ class Fluid:
         takes: int = 0,
         gives: int = 0,
     ) -> int:
-        """A task; its number.
-
-        Args:
-            queue: where it waits its turn.
-            length: seconds that it takes with all its resources to itself.
-            after: tasks that must be over first.
-            loads: share of each resource, between 0 and 1, that it uses at full speed.
-            urgency: of the ready tasks of a queue the one with the smallest runs first.
-            takes: bytes of the buffer that it needs to start; another task gives them back.
-            gives: bytes that it gives back at its end.
+        """A task; its number. ``length``: seconds that it takes with all its resources to itself. ``loads``: share of
+        each resource, between 0 and 1, that it uses at full speed. Of the ready tasks of a queue the one with the
+        smallest ``urgency`` runs first. It ``takes`` bytes of the buffer to start, and ``gives`` bytes back at its end.
         """
         number, before = len(self._tasks), set(after)
         assert length >= 0 and max(before, default=NOTHING) < number, (queue, length, before)

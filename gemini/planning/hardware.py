@@ -183,11 +183,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def machine(name: str) -> Hardware:
-    """The machine of that name.
-
-    Raises:
-        PlanMismatch: if there is none of that name; the message lists those there are.
-    """
+    """The machine of that name. Raises PlanMismatch if there is none, naming those there are."""
     if name not in machine_names():
         raise PlanMismatch(f"there is no machine {name!r}; there are {', '.join(machine_names())}")
     return Hardware.from_json((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))

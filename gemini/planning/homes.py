@@ -46,15 +46,13 @@ def cheapest_homes(
     streaming: bool = False,
 ) -> Placement | None:
     """The placement that the program finds; None if it finds none (whether the model fits is for others to say).
+    Deterministic: the same on every rank.
 
     Args:
-        problem: what is placed; its weights are gathered, so that what gathering needs is spoken for.
         fetches: how often the weights of each chunk are gathered, over all micro-batches of a step, if nothing stays.
         overlapped: minimise the busiest track, and only then the sum of all; else the sum.
         compute_seconds: of forward and backward, which an overlapped step cannot be shorter than.
         streaming: updates may be streamed through the GPU; what that takes of it is then left for it.
-
-    Deterministic, as :func:`gemini.planning.policy.cheapest_moves` is.
     """
     of_chunks = _Choices(problem, fetches, speeds, accumulate)
     base: dict[str, float] = {}
@@ -91,10 +89,7 @@ class _Choices:
         self._accumulate = accumulate
 
     def of(self, index: int, *, streaming: bool) -> Iterator[HomeChoice]:
-        """Those of a chunk in one order, by which ties between them are broken.
-
-        ``streaming``: an update may be streamed through the GPU.
-        """
+        """Those of a chunk in one order, by which ties between them are broken."""
         problem, make, most = self._problem, partial(self._make, index), self._fetches[index]
         chunk = problem.layout.chunks[index]
         least = min(most, 1 if chunk.trainable else 0)  # a frozen one stays from step to step
@@ -139,12 +134,8 @@ class _Choices:
         stays: bool = False,
         streamed: bool = False,
     ) -> HomeChoice:
-        """Put planes of ``kinds`` on ``tier``.
-
-        Args:
-            times: how often the weights are gathered in a step.
-            excludes: the planes that no other choice may place as well, if they are not just ``kinds``.
-            stays: gathered weights stay between forward and backward.
+        """Put planes of ``kinds`` on ``tier``, with weights gathered ``times`` (``stays``: and kept between forward and
+        backward). ``excludes``: the planes that no other choice may place as well, if they are not just ``kinds``.
         """
         problem, sizes = self._problem, self._problem.sizes[index]
         after = self.seconds_with(index, dict.fromkeys(kinds, tier), times, streamed=streamed)

@@ -64,10 +64,8 @@ def balanced(weights: Sequence[float], num_stages: int) -> list[tuple[int, int]]
 
 
 class Blocks:
-    """The blocks of a traced model: the numbered modules with the most params.
-
-    Raises:
-        ValueError: for a model without any.
+    """The blocks of a traced model: the numbered modules with the most params. Raises ValueError for a model without
+    any.
     """
 
     def __init__(self, trace: MemoryTrace):
@@ -199,12 +197,8 @@ LOOPS = 2
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """One rank of a stage.
-
-    Attributes:
-        blocks: the first of the model's blocks, and the one after the last.
-        plan: of all its micro-batches.
-        timeline: the step played, without the time in which it waits for other stages.
+    """One rank of a stage: the first of its blocks and the one after the last, the plan of all its micro-batches, and
+    the step played, without the time in which it waits for other stages.
     """
 
     blocks: tuple[int, int]
@@ -257,20 +251,15 @@ def play_mesh(
     schedule: str = "overlapped",
     ends: bool = False,
 ) -> MeshOutcome:
-    """Plan and play a step over a mesh.
+    """Plan and play a step over a mesh. Raises BudgetExceeded if a stage does not fit, naming it; ValueError for a
+    model that has fewer blocks than stages.
 
     Args:
         trace: of a micro-batch of the whole model on one rank of the mesh: with its slices and its parts of sequences.
         make: plans a stage of that trace for so many micro-batches in a step, in this order ("" without stages).
-        micro_batches: of a step.
         width: of hidden states.
-        per_machine: ranks on one machine.
         order: of the micro-batches; None for the quicker one of those that fit.
         ends: play only the first and the last stage, which have what comes before and after the blocks.
-
-    Raises:
-        BudgetExceeded: if a stage does not fit, naming it.
-        ValueError: for a model that has fewer blocks than stages.
     """
     play = partial(_play, trace, hardware, Grid(sizes, per_machine), make, micro_batches, width)
     found: list[MeshOutcome] = []

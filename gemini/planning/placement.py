@@ -327,11 +327,8 @@ def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
 
 
 def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
-    """The placement that ``static`` asks for, each fraction met to within one chunk.
-
-    Raises:
-        BudgetExceeded: if it does not fit.
-        ValueError: if a fraction asks for a tier that has no budget.
+    """The placement that ``static`` asks for, each fraction met to within one chunk. Raises BudgetExceeded if it does
+    not fit; ValueError if a fraction asks for a tier that has no budget.
     """
     for tier in reversed(Tier):
         streamed = static.updates_on_gpu if tier is Tier.GPU else 0.0
@@ -391,12 +388,9 @@ def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:
 
 
 def check_fits(problem: Problem, placement: Placement) -> None:
-    """Refuse a placement that a budget cannot hold.
-
-    Raises:
-        BudgetExceeded: with the missing bytes of each tier and the cheapest change.
-        ValueError: if it streams updates that do not exist (frozen chunks), or where there is no GPU, or puts into
-            a file what stays in memory.
+    """Refuse a placement that a budget cannot hold. Raises BudgetExceeded with the missing bytes of each tier and the
+    cheapest change; ValueError if it streams updates that do not exist (frozen chunks), or where there is no GPU, or
+    puts into a file what stays in memory.
     """
     if placement.streamed and problem.compute is not Tier.GPU:
         raise ValueError("the placement streams updates through a GPU, and this machine has none: leave streamed= out")

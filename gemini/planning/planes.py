@@ -292,10 +292,8 @@ def spec_of(optimizer: Any) -> RuleSpec:
 
 
 def check_gradients(gradients: str, rule: RuleSpec) -> None:
-    """Refuse gradients that are kept in a way that the rule's states do not go with.
-
-    Raises:
-        ValueError: for sums in bf16 beside exact states.
+    """Refuse gradients that are kept in a way that the rule's states do not go with. Raises ValueError for sums in bf16
+    beside exact states.
     """
     if gradients == "accumulate_bf16" and rule.exact is None:
         raise ValueError(

@@ -157,9 +157,7 @@ Chosen = TypeVar("Chosen")
 def first_that_fits(choose: Callable[[MemoryTrace, bool], Chosen], trace: MemoryTrace, *, overlap: bool) -> Chosen:
     """What ``choose`` makes of the step as it is, or else of the first one in tiles that fits; of each with staging for
     every worker, or, where only that does not fit, with one tile of it: what has to be staged is updated in turn then.
-
-    Raises:
-        BudgetExceeded: if none fits; of the last one, which is nearest to it.
+    Raises BudgetExceeded if none fits; of the last one, which is nearest to it.
     """
     *first, last = product(trace.forms, (True, False) if overlap else (False,))
     for form, with_workers in first:
@@ -171,10 +169,8 @@ def first_that_fits(choose: Callable[[MemoryTrace, bool], Chosen], trace: Memory
 def budgets_of(
     budget: MemoryBudget | Mapping[Tier, int], hardware: Hardware | None, sharing: int = 1
 ) -> dict[Tier, int]:
-    """Bytes per tier for one of ``sharing`` ranks of a machine.
-
-    Raises:
-        ValueError: for a budget without a tier to hold anything.
+    """Bytes per tier for one of ``sharing`` ranks of a machine. Raises ValueError for a budget without a tier to hold
+    anything.
     """
     found: dict[Tier, int] = {}
     for tier in Tier:
@@ -267,10 +263,8 @@ def pose_problem(
 
 
 def _refuse_divided(layout: Layout, rule: RuleSpec) -> None:
-    """Refuse a rule of whole params where a trained one would be divided among ranks.
-
-    Raises:
-        ValueError: naming the param.
+    """Refuse a rule of whole params where a trained one would be divided among ranks. Raises ValueError naming the
+    param.
     """
     if not rule.whole or layout.ranks == 1:
         return
@@ -312,19 +306,19 @@ class Planner:
         placement: Placement | StaticPlacement | None,
         offload_activations: str | None,
     ) -> Plan:
-        """As :meth:`best`; with "auto" the better of leaving checkpointed activations and keeping them on the host.
+        """The plan that costs least; with "auto" of leaving checkpointed activations and keeping them on the host.
 
         ``pose``: the problem with these activations there; None is where they were computed.
         """
-        if offload_activations != "auto":
-            return self.best(pose(offload_activations), placement, offload_activations)
         plans: list[Plan] = []
         refusal: BudgetExceeded | None = None
-        stays = pose(None)
-        there_is_a_choice = stays.compute is Tier.GPU and self.trace.checkpoint_bytes > 0
-        for where in (None, "cpu") if there_is_a_choice else (None,):
+        places: tuple[str | None, ...] = (offload_activations,)
+        if offload_activations == "auto":
+            there_is_a_choice = pose(None).compute is Tier.GPU and self.trace.checkpoint_bytes > 0
+            places = (None, "cpu") if there_is_a_choice else (None,)
+        for where in places:
             try:
-                plans.append(self.choose(stays if where is None else pose(where), placement, where))
+                plans.append(self.choose(pose(where), placement, where))
             except BudgetExceeded as e:
                 # Told of the first: where activations stay as the user has them.
                 refusal = refusal or e
@@ -332,16 +326,6 @@ class Planner:
             assert refusal is not None
             raise refusal
         return self.refined(min(plans, key=self.cost))  # of equals the first: nothing is moved without a gain
-
-    def best(
-        self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None
-    ) -> Plan:
-        """The plan that costs least.
-
-        Raises:
-            BudgetExceeded: if it does not fit.
-        """
-        return self.refined(self.choose(problem, placement, offload_activations))
 
     def choose(
         self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None
@@ -445,16 +429,9 @@ def moves_for(
     policy: EvictionPolicy | None = None,
     accumulate: int = 1,
 ) -> tuple[tuple[Moves, ...], tuple[Moves, ...]]:
-    """The moves of a placement: those that cost least, or those that ``policy`` makes on demand.
-
-    Args:
-        steps: the accesses, where they are not those of ``trace``.
-        accumulate: micro-batches of a step.
-
-    Returns: of the first micro-batch, and of every further one (empty if there is none).
-
-    Raises:
-        BudgetExceeded: if one moment needs more gathered weights than there is room for.
+    """The moves of a placement: those that cost least, or those that ``policy`` makes on demand; of the first
+    micro-batch, and of every further one (empty if there is none). ``steps``: the accesses, where they are not those of
+    ``trace``. Raises BudgetExceeded if one moment needs more gathered weights than there is room for.
     """
     speeds = speeds or Speeds.typical()
     room = window_room(problem, placement)

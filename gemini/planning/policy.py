@@ -58,10 +58,8 @@ class EvictionPolicy(Protocol):
 
 
 def victims_of(policy: EvictionPolicy, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
-    """Ask a policy, and check its answer.
-
-    Raises:
-        GeminiError: for victims that are no candidates or free too little, or None where all would be enough.
+    """Ask a policy, and check its answer. Raises GeminiError for victims that are no candidates or free too little, or
+    None where all would be enough.
     """
     victims: Any = policy.choose(candidates, missing)
     sizes, fault = {candidate.chunk: candidate.num_bytes for candidate in candidates}, ""
@@ -174,17 +172,14 @@ def moves_by_policy(
     policy: EvictionPolicy,
     lasting: frozenset[int] = frozenset(),
 ) -> tuple[Moves, ...]:
-    """Gather what a moment needs when it begins, and let the policy make room for it.
+    """Gather what a moment needs when it begins, and let the policy make room for it. Raises BudgetExceeded if one
+    moment needs more than ``room``.
 
     Args:
-        accesses: the chunks of each moment.
         sizes: bytes of the chunks that have to be gathered; others are there anyway.
         room: bytes that gathered chunks may take at once.
         lasting: chunks (frozen ones) whose gathered weights outlive the step. The step is then played until it begins
             with what it leaves.
-
-    Raises:
-        BudgetExceeded: if one moment needs more than ``room``.
     """
     starts: dict[int, list[int]] = {}
     for run in runs(accesses, sizes):
@@ -256,17 +251,12 @@ def cheapest_moves(
     renewed: frozenset[int] = frozenset(),
     times: int = 1,
 ) -> tuple[Moves, ...]:
-    """The moves that cost least. Arguments as of :func:`moves_by_policy`.
+    """The moves that cost least, the same on every rank. Arguments and errors as of :func:`moves_by_policy`.
 
     Args:
         costs: of gathering a chunk once, in any unit (default: its bytes).
         renewed: of ``lasting``, chunks whose gathered weights are overtaken every so many ``times``: then
             :func:`first_of` says what is gathered.
-
-    Deterministic: the same arguments give the same moves on every rank.
-
-    Raises:
-        BudgetExceeded: if one moment needs more than ``room``.
     """
     price = {index: float(size) for index, size in sizes.items()} if costs is None else dict(costs)
     greedy = moves_by_policy(accesses, sizes=sizes, room=room, policy=NextUse(), lasting=lasting)

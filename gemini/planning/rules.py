@@ -120,11 +120,7 @@ def scale_of(kind: PlaneKind) -> PlaneKind:
 
 
 def compact(rule: RuleSpec) -> RuleSpec:
-    """The rule with compact states.
-
-    Raises:
-        ValueError: for one that has no such form, naming those that do.
-    """
+    """The rule with compact states. Raises ValueError for one that has no such form, naming those that do."""
     return _compact(rule, SMALLEST)
 
 
@@ -141,10 +137,8 @@ def _compact(rule: RuleSpec, smallest: int) -> RuleSpec:
 
 
 def spec_for(rule: RuleSpec, states: str, precision: str | None) -> RuleSpec:
-    """The rule as its states are to be kept.
-
-    Raises:
-        ValueError: for states that are unknown, or that the rule or the precision does not have.
+    """The rule as its states are to be kept. Raises ValueError for states that are unknown, or that the rule or the
+    precision does not have.
     """
     if states not in STATES:
         raise ValueError(f"states={states!r} is not known; use one of {', '.join(map(repr, STATES))}")

@@ -97,10 +97,8 @@ NUMBERS = [f.name for f in fields(Moment) if f.type == "int"]
 
 
 def resized(one: Any, two: Any, number: int) -> Any:
-    """The trace of a step of ``number`` times the sequences of ``one``, where ``two`` is of two times as many.
-
-    Raises:
-        ValueError: if they are not alike: something is there in one of them only, or is no number and differs.
+    """The trace of a step of ``number`` times the sequences of ``one``, where ``two`` is of two times as many. Raises
+    ValueError if they are not alike: something is there in one of them only, or is no number and differs.
     """
     if type(one) is not type(two):
         raise ValueError(f"{one!r} and {two!r} are not of two sizes of one step")
@@ -190,11 +188,8 @@ def are_alike(params: Sequence[TracedParam]) -> bool:
 
 def deepened(three: MemoryTrace, five: MemoryTrace, num_layers: int) -> MemoryTrace:
     """The step of a model of ``num_layers`` layers, from the steps of three and of five of them. That further layers
-    are like these is for the caller to know (:func:`are_alike`).
-
-    Raises:
-        ValueError: if a step is no walk through the layers and back, or differs in more than numbers, or not by as much
-            from layer to layer.
+    are like these is for the caller to know (:func:`are_alike`). Raises ValueError if a step is no walk through the
+    layers and back, or differs in more than numbers, or not by as much from layer to layer.
     """
     more, tiled = num_layers - DEEP, None
     if three.tiled is not None and five.tiled is not None:
@@ -274,11 +269,8 @@ def _deep(
 
 def _walk(trace: MemoryTrace, num_layers: int) -> dict[tuple[str, int | None], list[Moment]]:
     """The moments of a step by where they are: before the layers, from the begin of each to that of the next (the last
-    one is -1), between the way there and the way back, after. On the way back a layer may do what the one behind it
-    has left, so it begins where it is first seen.
-
-    Raises:
-        ValueError: if it goes another way.
+    one is -1), between the way there and the way back, after. On the way back a layer may do what the one behind it has
+    left, so it begins where it is first seen. Raises ValueError if it goes another way.
     """
     last, layers = num_layers - 1, [_layer_of(moment.module) for moment in trace.moments]
     if set(layers) != {None, *range(num_layers)}:

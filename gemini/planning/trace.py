@@ -399,10 +399,8 @@ def scale_bytes(numel: int) -> int:
 
 
 def with_4bit_base(trace: MemoryTrace) -> MemoryTrace:
-    """The step with the weights of all layers that have adapters in 4 bits.
-
-    Raises:
-        ValueError: for a trace without such layers.
+    """The step with the weights of all layers that have adapters in 4 bits. Raises ValueError for a trace without such
+    layers.
     """
     sizes = {
         i: param.numel
@@ -453,10 +451,8 @@ PARTS = {"head": "the head", "mlp": "MLPs"}
 
 def tile_sizes(tile_tokens: int | str | None) -> dict[str, int]:
     """Tokens of a tile by part (:data:`PARTS`), as ``tile_tokens=`` says them: 1024 for all, "head=1024" for the head
-    alone, "head=1024,mlp=4096" for both apart. A part that is not there is not tiled.
-
-    Raises:
-        ValueError: for anything else.
+    alone, "head=1024,mlp=4096" for both apart. A part that is not there is not tiled. Raises ValueError for anything
+    else.
     """
     if tile_tokens is None:
         return {}
