@@ -74,12 +74,19 @@ def _plan_whole(way: Way, status: Status) -> Answer:
             status.update("simulating the step ...")
             timeline = way.play(made)
         report = describe(way.settings, way.machine, made.trace, made, timeline)
-        report["fastest"] = chosen and chosen | run_by(way, made)
+        if chosen is not None:
+            hours = None if timeline is None else 1e6 / timeline.tokens_per_second / 3600
+            report["fastest"] = chosen | {"hours_per_million": hours, **run_by(way, made)}
         if timeline is not None:
             report["step"]["break_even"] = break_even(made, way.play, timeline)
     if played is not None:
         report["alternatives"] += [
-            _alternative(options_of(other.way), True, report["step"] and report["tokens"] / other.seconds)
+            _alternative(
+                options_of(other.way),
+                True,
+                None if timeline is None else report["tokens"] / other.seconds,
+                f"{1 - found[0].seconds / other.seconds:.1%} less",
+            )
             for other in played
         ]
     elif way.settings.alternatives or made is None:

@@ -5,6 +5,7 @@ What each of its fields is, the reference of the command line says (docs/referen
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -166,6 +167,8 @@ def _head(report: Report) -> Iterator[str]:
     if best := report["fastest"]:
         of_all = f"the quickest of {best['candidates']} ways that fit" if report["step"] else "the largest that fits"
         yield fact("chosen", f"{best['options']} ({of_all}, {best['played']} planned)")
+        if best["hours_per_million"]:
+            yield fact("", f"{best['hours_per_million']:.3g} hours for a million tokens")
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -286,10 +289,12 @@ def _alternatives(report: Report) -> Iterator[str]:
     """What else there is: of ``--fastest`` a line each, since all of them fit and compute the same."""
     if report["fastest"]:
         for number, other in enumerate(report["alternatives"] if report["step"] else ()):
-            rate, best = other["tokens_per_second"], report["step"]["tokens_per_second"]
-            words = f"{other['options']}: {human_rate(rate)} tokens/s, {1 - rate / best:.1%} less"
+            words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['result']}"
             yield fact("" if number else "next to it", words)
-        yield fact("run it with", report["fastest"]["command"] or "a program")
+        # In lines that a shell takes together.
+        lines = textwrap.wrap(report["fastest"]["command"], 60, break_long_words=False, break_on_hyphens=False)
+        for number, line in enumerate(lines):
+            yield fact("" if number else "run it with", line if line is lines[-1] else f"{line} \\")
         for number, line in enumerate(report["fastest"]["python"]):
             yield fact("" if number else "or in Python", line)
         return

@@ -347,12 +347,13 @@ def options_of(way: Way) -> str:
 
 def run_by(way: Way, plan: Plan) -> dict[str, Any]:
     """What runs the plan of ``--out``: a command ("" where jobs have no step like it) and the lines of a program."""
-    settings, transient = way.settings, plan.problem.gradients == "transient"
-    drives = [tier for tier in way.machine.budgets if tier.in_files and plan.bytes_per_tier.get(tier)]
+    settings, path = way.settings, str(way.settings.out or "PLAN")
+    tiers = [tier for tier in way.machine.budgets if not tier.in_files or plan.bytes_per_tier.get(tier)]
+    drives = [tier for tier in tiers if tier.in_files]
     said = {
         "model_name_or_path": settings.config,
         "dataset_name": "DATA",
-        "plan": settings.out or "PLAN",
+        "plan": path,
         "nvme_path": drives and "FOLDER",
         "attn_implementation": settings.attn_implementation,
         "use_peft": settings.lora is not None,
@@ -362,21 +363,18 @@ def run_by(way: Way, plan: Plan) -> dict[str, Any]:
         "use_cpu": settings.compute == "cpu",
     }
     start = f"torchrun --nproc-per-node {plan.layout.ranks} -m gemini" if plan.layout.ranks > 1 else "gemini"
-    memory = {tier.value: getattr(settings, tier.value) for tier in way.machine.budgets if not tier.in_files}
-    for tier in drives:
-        size = getattr(settings, tier.value) or f"{way.machine.budgets[tier] >> 20}MiB"
-        memory |= {tier.value: size, f"{tier.value}_path": "FOLDER"}
-    budgets = ", ".join(f"{name}={size!r}" for name, size in memory.items() if size is not None)
-    entry, device = RULES[settings.optimizer], ", device='cpu'" if settings.compute == "cpu" else ""
+    memory: dict[str, Any] = {tier.value: getattr(settings, tier.value) or way.machine.budgets[tier] for tier in tiers}
+    memory |= {f"{tier.value}_path": "FOLDER" for tier in drives}
+    budgets = ", ".join(f"{name}={size!r}" for name, size in memory.items())
+    rule, device = RULES[settings.optimizer], ", device='cpu'" if settings.compute == "cpu" else ""
     return {
-        "command": "" if transient else f"{start} sft {as_options(said)}",
+        "command": "" if plan.problem.gradients == "transient" else f"{start} sft {as_options(said)}",
         "python": [
             *(["model.gradient_checkpointing_enable()"] if plan.trace.checkpointing else []),
-            f"plan = gemini.Plan.from_json(open({str(settings.out or 'PLAN')!r}).read())",
-            f"config = gemini.GeminiConfig(placement=plan, memory=gemini.MemoryBudget({budgets}), "
-            f"precision={plan.problem.precision!r}, gradients={plan.problem.gradients!r}, states={settings.states!r}, "
-            f"optimizer={entry.module}.{entry.rule}(){device})",
-            "model = gemini.GeminiDDP(model, config)",
+            f"plan = gemini.Plan.from_json(open({path!r}).read())",
+            f"model = gemini.GeminiDDP(model, gemini.GeminiConfig(placement=plan, memory=gemini.MemoryBudget({budgets})"
+            f", precision={plan.problem.precision!r}, gradients={plan.problem.gradients!r}, states={settings.states!r}"
+            f", optimizer={rule.module}.{rule.rule}(){device}))",
         ],
     }
 

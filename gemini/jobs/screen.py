@@ -110,9 +110,8 @@ def answer(
 
                 draw(path, timeline)
             written.append(str(path))
-    if not settings.json:
-        for words in written:  # never folded: a path is there to be copied
-            console.print(f"written to {words}")
+    for words in () if settings.json else written:  # never folded: a path is there to be copied
+        console.print(f"written to {words}")
 
 
 _DRIVE = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
@@ -124,10 +123,8 @@ def in_options(remedy: str, drive: str) -> str:
 
 
 def budget_lines(*ranks: dict[str, tuple[int, int]]) -> tuple[list[str], bool]:
-    """For each tier whether its peak stayed within its budget on all ranks, and whether all did.
-
-    Args:
-        *ranks: of each, by tier, the peak and the budget in bytes.
+    """For each tier whether its peak stayed within its budget on all ``ranks`` (of each, by tier, both in bytes); and
+    whether all did.
     """
     lines, all_within = [], True
     for tier in ranks[0]:

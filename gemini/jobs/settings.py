@@ -282,26 +282,22 @@ class PlanSettings(_Played, _Step):
     )
 
     def check(self) -> None:
-        several = self.accumulate > 1
-        if self.config is None and self.trace is None:
+        several, no_trace = self.accumulate > 1, self.trace is None
+        if self.config is None and no_trace:
             raise JobError("Say what to plan for: a config.json, a model folder, a preset, or a trace with --trace.")
-        if self.trace is not None and self.described:
+        if not no_trace and self.described:
             raise JobError(
-                f"{self.described} describes a step that is to be traced, and --trace {self.trace} brings one that has "
-                "been: drop one of the two."
+                f"{self.described} describes a step that is to be traced, and --trace {self.trace} has been."
             )
-        if self.tokens_per_step is not None and (not self.fastest or self.batch_size or several):
+        if self.tokens_per_step and (not self.fastest or self.batch_size or several):
             raise JobError(
-                "--tokens-per-step is for --fastest, which divides them: else --batch-size and --accumulate say it."
+                "--tokens-per-step is for --fastest, which divides them: else --batch-size and --accumulate."
             )
-        if self.fastest and (self.alternatives or self.trace is not None or self.mesh):
-            raise JobError(
-                "--fastest looks at steps of several sizes on GPUs that share params, and shows what else there is: "
-                "leave --alternatives, --trace, --tp, --pp, --cp and --parallel out."
-            )
+        if self.fastest and (self.alternatives or self.mesh or not no_trace):
+            raise JobError("--fastest looks at steps of several sizes, without --alternatives, --trace and a mesh.")
         if self.parallel and self.dims:
             raise JobError("--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.")
-        if self.mesh and (self.trace is not None or self.tile_tokens or self.lora or self.out or self.alternatives):
+        if self.mesh and (not no_trace or self.tile_tokens or self.lora or self.out or self.alternatives):
             raise JobError(
                 f"{self.mesh} makes a plan for each stage from a config: leave --trace, --tile-tokens, --lora, --out "
                 "and --alternatives out."

@@ -258,12 +258,8 @@ class Run:
         if not finished:
             self._say(f"Stopped after step {state.global_step} of {state.max_steps}. To go on: {again}")
             return 130
-        auto = "SequenceClassification" if self.options.kind == "reward" else "CausalLM"
-        what, whose = ("adapter", "peft's AutoPeft") if self.options.model.use_peft else ("model", "transformers' Auto")
-        self._say(
-            f"The {what} of step {state.global_step} is in {self.out}; it opens with {whose}ModelFor{auto}."
-            "from_pretrained."
-        )
+        what = "adapter" if self.options.model.use_peft else "model"
+        self._say(f"The {what} of step {state.global_step} is in {self.out}.")
         if self.options.args.push_to_hub:
             self.trainer.push_to_hub(dataset_name=self.options.script.dataset_name)
         return 0 if all_within else 1

@@ -251,25 +251,17 @@ def _check(options: Options) -> None:
     if not options.script.dataset_name and not options.mixture.datasets:
         raise JobError("Say what to train on with --dataset_name: a file of rows or text, a folder, a pattern, a name.")
     if ours.offload_activations and not options.args.gradient_checkpointing:
-        raise JobError(
-            f"--offload_activations {ours.offload_activations} moves what --gradient_checkpointing keeps: give both."
-        )
+        raise JobError("--offload_activations moves what --gradient_checkpointing keeps: give both.")
     if ours.plan and (ours.activations or ours.offload_activations):
-        raise JobError(
-            "--activations and --offload_activations are the plan's to say where there is one: leave them out."
-        )
+        raise JobError("--activations and --offload_activations are the plan's to say where there is one.")
     if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
         raise JobError("--load_in_4bit freezes the weights in 4 bits: give --use_peft as well, which is trained then.")
     if options.kind != "sft" and (slices or ours.cp > 1):
-        raise JobError(
-            f"--tp, --cp and --ep are for gemini sft; gemini {options.kind} computes whole layers and sequences."
-        )
+        raise JobError(f"--tp, --cp and --ep are for gemini sft; gemini {options.kind} computes whole layers.")
     if ours.ep > 1 and (ours.tp > 1 or ours.cp > 1):
         raise JobError(f"--ep {ours.ep} goes with --replicas alone: leave it out, or --tp and --cp.")
     if slices and (model.use_peft or ours.tile_tokens or ours.durable_every):
-        raise JobError(
-            "--tp and --ep cut layers, which have no --use_peft, --tile_tokens or --durable_every. Leave one out."
-        )
+        raise JobError("--tp and --ep cut layers, which have no --use_peft, --tile_tokens or --durable_every.")
     if (slices or ours.cp > 1) and ours.plan:
         raise JobError("--tp, --cp and --ep and --plan: a plan is of a whole model.")
 
@@ -284,8 +276,8 @@ def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConf
     if num_processes % groups:
         asked = " ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
         raise JobError(
-            f"{asked} takes {groups} processes or a multiple of that, and there "
-            f"{'is' if num_processes == 1 else 'are'} {num_processes}: torchrun --nproc-per-node {groups} -m gemini ..."
+            f"{asked} takes {groups} processes or a multiple of that, and there are {num_processes}: torchrun "
+            f"--nproc-per-node {groups} -m gemini ..."
         )
     if sizes["tp"] * sizes["cp"] == 1:
         return None

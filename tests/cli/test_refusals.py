@@ -41,7 +41,7 @@ REQUESTS = {
     f"{JOB} --tile-tokens 1": f"argument --tile_tokens/--tile-tokens: {BY_PART}, got 1",
     f"{JOB} --load_in_4bit": "give --use_peft as well",
     f"{JOB} --tp 0": "argument --tp: must be at least 1",
-    f"{JOB} --tp 2": "--tp 2 takes 2 processes or a multiple of that, and there is 1",
+    f"{JOB} --tp 2": "--tp 2 takes 2 processes or a multiple of that, and there are 1",
     f"{JOB} --durable_every=-1": "argument --durable_every/--durable-every: must be at least 0, got -1",
     f"{JOB} --gradient_accumulation_steps 0": "-steps: must be at least 1, got 0",
     f"{JOB} --max_length 0": "argument --max_length/--max-length: must be at least 1, got 0",
