@@ -85,11 +85,11 @@ class ByName:
         plane, slot = handle.chunk.weights, handle.slot
         is_here = plane.dtype == dtype and not self._company.divides
         view = plane.host_view(slot.start, slot.stop) if is_here else None
-        return None if view is None else view.view(handle.own_shape)
+        return view if view is None else view.view(handle.own_shape)
 
     def joined(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """Join the whole value of a param, of which ``own``, in its shape, is what is here."""
-        if handle.cut is None or self._slices.size == 1:
+        if not handle.cut or self._slices.size == 1:
             return own
         return handle.cut.join(list(self._slices.swap(Tag.BY_NAME, own.contiguous(), f"reading {handle.name}")))
 
@@ -103,7 +103,7 @@ class ByName:
         """:meth:`write` what is here of a whole value."""
         if value.shape != handle.whole_shape:
             raise ValueError(f"{handle.name!r} has shape {handle.whole_shape}, was given {tuple(value.shape)}")
-        self.write(handle, value if handle.cut is None else handle.cut.of(value))
+        self.write(handle, handle.cut.of(value) if handle.cut else value)
 
     def _read(self, handle: ParamHandle, dtype: torch.dtype) -> torch.Tensor:
         weights = self._whole(handle, WEIGHTS)
@@ -225,7 +225,7 @@ class ByName:
         """
         waiting = handle.waiting
         # An update since then has made other masters, to which these lower bits do not belong.
-        if waiting is None or waiting.num_steps != handle.num_steps:
+        if not waiting or waiting.num_steps != handle.num_steps:
             return None
         if self.rounds(handle):
             weights = waiting.residual.to(handle.chunk.flat.dtype)
@@ -295,7 +295,7 @@ class ByName:
     def write_plane(self, handle: ParamHandle, kind: PlaneKind, value: torch.Tensor) -> None:
         """Overwrite a param's part of a plane."""
         plane = handle.chunk.planes.get(kind)
-        if plane is None:
+        if not plane:
             raise GeminiError(f"{handle.name!r} has no {kind}: it is frozen, or gradients are transient")
         shape = handle.own_shape if plane.block == 1 else (plane.items(handle.slot.numel),)
         if value.shape != shape:
@@ -383,7 +383,7 @@ class Owner(Protocol):
 def owner_of(handle: ParamHandle) -> Owner:
     """Return what manages a param."""
     owner: Owner | None = handle.owner()
-    if owner is None:
+    if not owner:
         raise ParamAccessError(f"the model that managed {handle.name!r} was deleted; its params hold nothing any more")
     return owner
 

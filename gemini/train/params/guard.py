@@ -112,14 +112,9 @@ def _answer_of_memory(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return _answer(func, (handle.view, *args[1:]) if handle.poisoned else args, kwargs)
 
 
-def _get_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    note_grad_read(args[0])
-    return _answer(func, args, kwargs)
-
-
 def _set_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     handle: ParamHandle = args[0]._gemini
-    if args[1] is not None:
+    if isinstance(args[1], torch.Tensor):
         raise ParamAccessError(
             f"a gradient cannot be assigned to managed param {handle.name!r}: gradients live in chunks. Let "
             "loss.backward() compute it"
@@ -141,7 +136,7 @@ def _hook_gradient(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     hook = _answer(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         hooks, own = args[0]._post_accumulate_grad_hooks, args[0]._gemini.hook
-    if own is not None and own.id in hooks:
+    if own and own.id in hooks:
         # Hooks run in the order of this dict: ours goes to its end.
         hooks[own.id] = hooks.pop(own.id)
     return hook
@@ -200,9 +195,9 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _caller() -> FrameType:
     """Find the frame of the program, or of torch, that has called into this file."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals is globals():
+    while frame and frame.f_globals is globals():
         frame = frame.f_back
-    assert frame is not None
+    assert frame
     return frame
 
 
@@ -273,7 +268,7 @@ class Shown(NamedTuple):
 
     def among(self, values: torch.Tensor) -> torch.Tensor:
         """Return what is meant of ``values``, which are all."""
-        return values if self.view is None else self.view.of(values)
+        return self.view.of(values) if self.view else values
 
 
 class ReadLater(torch.Tensor):
@@ -320,8 +315,8 @@ class ReadLater(torch.Tensor):
         kwargs = kwargs or {}
         if func in _DETACHES:
             return args[0]
-        if func in OF_MEMORY and (handle := args[0]._gemini) is not None:
-            if func in _ADDRESSES or args[0]._shown.view is None:
+        if func in OF_MEMORY and (handle := args[0]._gemini):
+            if func in _ADDRESSES or not args[0]._shown.view:
                 # The param gives the place in the chunk, which is the same whether it is gathered or not.
                 first = func(handle.param, *args[1:], **kwargs)
                 is_address = func is torch.Tensor.data_ptr
@@ -357,7 +352,7 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [
         given.get(argument.name)
         for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.alias_info and argument.alias_info.is_write
     ]
 
 
@@ -405,7 +400,7 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
         return False
     handle: ParamHandle | None = args[0]._gemini  # type: ignore[union-attr]
     # A part of a param has no plane of its own: it is written through a copy of the whole. So is a state.
-    if handle is None or (isinstance(args[0], ReadLater) and args[0]._shown.view is not None):
+    if not handle or (isinstance(args[0], ReadLater) and args[0]._shown.view):
         return False
     value = args[1].detach()
     if isinstance(value, ReadLater):
@@ -549,18 +544,6 @@ METADATA: set[Any] = {
     *(torch.promote_types, torch.result_type),
 }
 
-AT_REST: dict[Any, Callable[[Callable[..., Any], Any, Any], Any]] = {
-    **dict.fromkeys(METADATA, _answer),
-    **dict.fromkeys(OF_MEMORY, _answer_of_memory),
-    **dict.fromkeys(_FLIPS, _flip),
-    torch.Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr]
-    _SET_GRAD: _set_grad,
-    torch.Tensor.register_post_accumulate_grad_hook: _hook_gradient,
-    torch.autograd.backward: _run_backward,
-    torch.autograd.grad: _refuse_autograd_grad,
-}
-"""Handlers that answer on a param at rest by themselves, whatever else is going on."""
-
 
 # ---- ``p.grad``: None to the outside, for gradients live in chunks ---------------------------------------------------
 
@@ -585,32 +568,41 @@ def refuse_in(function: Callable[..., Any], message: str) -> None:
     _BLIND[inspect.unwrap(function).__code__] = message
 
 
-def note_grad_read(param: Any) -> None:
-    """Look who reads ``p.grad`` of a managed param at rest.
-
-    ``zero_grad()`` of a part of the model would find nothing to forget: what is in the chunk is forgotten for it.
-
-    Raises:
-        ParamAccessError: in a function that would do nothing, silently.
+def _get_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Look who reads ``p.grad``: functions that would do nothing, silently, are refused. ``zero_grad()`` of a part of
+    the model would find nothing to forget: what is in the chunk is forgotten for it.
     """
-    handle: ParamHandle = param._gemini
+    grad = _answer(func, args, kwargs)
+    handle: ParamHandle = args[0]._gemini
     owner, frame = handle.owner(), _caller()
     for _ in range(3):  # the getter, perhaps a comprehension, torch's function
         if frame.f_code in _BLIND:
             raise ParamAccessError(_BLIND[frame.f_code].format(name=handle.name))
-        if frame.f_code is _ZERO_GRAD and owner is not None:
+        if frame.f_code is _ZERO_GRAD and owner:
             owner.stepping.discard([handle], to_zero=not frame.f_locals.get("set_to_none", True))
-            return
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    if owner is None or owner in _warned or torch._C._current_graph_task_id() != -1:
-        return  # inside a backward it is our own hook that looks
+            return grad
+        frame = frame.f_back or frame
+    if not owner or owner in _warned or torch._C._current_graph_task_id() != -1:
+        return grad  # inside a backward it is our own hook that looks
     if not (handle.has_grad or owner.state.num_unreduced or owner.state.updated_in_backward):
-        return
+        return grad
     _warned.add(owner)
     warn(
         f"p.grad of managed param {handle.name!r} was read after a backward: it is always None, since gradients live "
         "in chunks, and what is done with it does nothing. Read them with model.full_grad(name), clip them with "
         "model.clip_grad_norm_(max_norm). This is said once per model"
     )
+    return grad
+
+
+AT_REST: dict[Any, Callable[[Callable[..., Any], Any, Any], Any]] = {
+    **dict.fromkeys(METADATA, _answer),
+    **dict.fromkeys(OF_MEMORY, _answer_of_memory),
+    **dict.fromkeys(_FLIPS, _flip),
+    torch.Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr]
+    _SET_GRAD: _set_grad,
+    torch.Tensor.register_post_accumulate_grad_hook: _hook_gradient,
+    torch.autograd.backward: _run_backward,
+    torch.autograd.grad: _refuse_autograd_grad,
+}
+"""Handlers that answer on a param at rest by themselves, whatever else is going on."""

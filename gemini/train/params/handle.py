@@ -348,7 +348,7 @@ SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 def _data_of(param: nn.Parameter) -> torch.Tensor:
     handle = handle_of(param)
-    if handle is None:
+    if not handle:
         return GET_DATA(param)
     # Only where nothing was written since the last look: else the fingerprint would be that of the write.
     view = param.detach()

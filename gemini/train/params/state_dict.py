@@ -30,7 +30,7 @@ def model_state(
 
     On every rank alike: reading takes all of them, in the order of this walk.
     """
-    before = set() if destination is None else set(destination)
+    before = set(destination or ())
     state = original.state_dict(destination=destination, prefix=prefix, keep_vars=True)
     # By param: tied names share one copy, as torch.save expects them to.
     copies: dict[int, torch.Tensor] = {}
@@ -39,7 +39,7 @@ def model_state(
         if name in before:
             continue
         handle = handle_of(value)
-        if handle is not None:
+        if handle:
             if id(value) not in copies:
                 copies[id(value)] = read(handle)
             state[name] = copies[id(value)]
@@ -57,7 +57,7 @@ def beside_params(model: nn.Module, by_names: ByName) -> dict[str, Any]:
     return {
         name: value
         for name, value in own_state(model).items()  # by name too: a hook may have made a copy of a param
-        if handle_of(value) is None and name not in by_names and not name.startswith(of_codes)
+        if not handle_of(value) and name not in by_names and not name.startswith(of_codes)
     }
 
 
@@ -66,7 +66,7 @@ def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, 
     are.
     """
     state = own_state(model)
-    for name in [name for name, value in state.items() if handle_of(value) is None and name not in by_names]:
+    for name in [name for name, value in state.items() if not handle_of(value) and name not in by_names]:
         del state[name]
     state.update(values)
     with by_names.deferred(), WHOLE:  # and never written: the params are those of before
@@ -106,7 +106,7 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
     attempt = Attempt()
 
     def facts() -> Facts:
-        return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)) is not None)
+        return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)))
 
     with contextlib.ExitStack() as writing:
         with undone_on_error(model, by_names):
@@ -127,11 +127,11 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
 
 def _in_slices(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str, Any]:
     """Cut out of whole values what is here, where params are slices."""
-    cuts = {name: handle.cut for name, param in expected.items() if (handle := handle_of(param)) is not None}
+    cuts = {name: handle.cut for name, param in expected.items() if (handle := handle_of(param))}
     if not any(cuts.values()):
         return state
     values = ((name, value, cuts.get(name)) for name, value in state.items())
-    own = OrderedDict((name, value if cut is None else cut.of(value)) for name, value, cut in values)
+    own = OrderedDict((name, cut.of(value) if cut else value) for name, value, cut in values)
     # torch's loaders look there for versions of modules.
     own._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
     return own
@@ -144,7 +144,7 @@ def _check(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     expected = own_state(model)
     errors = []
     for name, value in state.items():
-        if (handle := handle_of(expected.get(name))) is None:
+        if not (handle := handle_of(expected.get(name))):
             continue
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"load_state_dict: the value of {name!r} is a {type(value).__name__}, not a tensor")
@@ -153,7 +153,7 @@ def _check(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
                 f"load_state_dict: the value of {name!r} ({value.dtype}, {value.layout}, on {value.device}) is not a "
                 "dense tensor with values: load the checkpoint on the CPU, and call .to_dense() or .dequantize()"
             )
-        if handle.cut is not None and tuple(value.shape) != handle.whole_shape:
+        if handle.cut and tuple(value.shape) != handle.whole_shape:
             errors.append(
                 f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from the state, the shape "
                 f"in the model is {handle.whole_shape}."
