@@ -26,7 +26,7 @@ from gemini.patches import register, replaced
 from gemini.planning.trace import MemoryTrace
 from gemini.train import wrap
 from gemini.train.adapters import faces_of, refuse_unsupported, refused
-from gemini.train.checkpoint.export import Export
+from gemini.train.checkpoint import export
 from gemini.train.engine import Engine, engine_of
 from gemini.train.modules.changing import compile_blocks, refuse_compiled_whole, refuse_injected
 from gemini.train.modules.mixed import MADE, move_buffers, warn_of_fp16
@@ -426,7 +426,7 @@ class GeminiDDP(nn.Module):
         engine.state.check_whole()
         # Before any file: slices that were cut by hand would be written over each other.
         engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
-        return Export(engine, self, super(), save_directory, args, kwargs, dtype).run()
+        return export.save_pretrained(engine, self, super(), save_directory, args, kwargs, dtype)
 
     # ---- refused ------------------------------------------------------------------------------------------------
 

@@ -34,9 +34,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gemini.errors import GeminiError, StorageError, of_storage, parse_bytes
 from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.planning.planes import WEIGHTS, PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.ranks.agree import Attempt, Point
-from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag
 from gemini.replacing import atomic_write
 from gemini.rules import UpdateRule, rule_of
@@ -50,159 +49,122 @@ from gemini.train.params.handle import ParamHandle, handle_of, params_of
 from gemini.train.params.state_dict import model_state, own_state
 
 
-class Export:
-    """One call of ``original.save_pretrained``, with weights as its ``state_dict`` unless the caller gave one.
-
-    Args:
-        original: ``super()`` of the managed model.
-        dtype: in which weights are written: as they are, if None, or fp32, which are the exact masters.
+def save_pretrained(
+    engine: Engine,
+    model: nn.Module,
+    original: Any,
+    folder: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype | None,
+) -> Any:
+    """Call that of ``original`` (``super()`` of the model) with weights as its ``state_dict``, unless the caller gave
+    one: in ``dtype``, or as they are. With several ranks all of them call it, one writes, and a failure there is
+    raised on all of them. Raises StorageError if it cannot be written.
     """
-
-    def __init__(
-        self,
-        engine: Engine,
-        model: nn.Module,
-        original: Any,
-        save_directory: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dtype: torch.dtype | None,
-    ):
-        self._model, self._original, self._directory = model, original, save_directory
-        self._args, self._kwargs = args, kwargs
-        self._by_names, self._ranks, self._company = engine.by_names, engine.ranks, engine.shards
-        # But for those that stay in fp32.
-        compute = self._compute = COMPUTE_DTYPES[engine.config.precision]
-        self._dtype = dtype or compute
-        if self._dtype not in (compute, torch.float32):
-            raise ValueError(
-                f"save_pretrained(dtype={dtype}): weights are there in {compute} and, exactly, in torch.float32; "
-                "convert the files afterwards"
-            )
-        if dtype is not None and self._is_given():
-            raise ValueError("save_pretrained takes dtype= or state_dict=, not both: a state has the dtypes it has")
-        self._of_stages = engine.params.of_stages
-
-    def run(self) -> Any:
-        """Save, and give what the original gives. With several ranks all of them call it, one writes, and a failure
-        there is raised on all of them. Raises StorageError if it cannot be written.
-        """
-        ranks = self._ranks
-        writes = ranks.everyone.rank == ranks.parts.rank == 0
-        takes = writes and not self._is_given()
-        result: Any = None
-        views: dict[str, torch.Tensor] = {}
-        # What fails is kept: raised now, the others would wait at the next meeting until the timeout.
-        attempt = Attempt(BaseException)
-        if writes:
-            with attempt:
-                self._begin()
-        # Of slices and stages one rank each reads. Gone through to the end even after a failure: the other ranks send
-        # and serve every param.
-        for name, whole in self._wholes(ranks) if ranks.is_cut and ranks.reads_parts else ():
-            if takes and attempt.refusal is None:
-                with attempt:
-                    views[name] = _file_backed(self._directory, whole.shape, whole.dtype).copy_(whole)
+    ranks, compute = engine.ranks, COMPUTE_DTYPES[engine.config.precision]
+    is_given = len(args) >= 2 or kwargs.get("state_dict") is not None
+    if dtype not in (None, compute, torch.float32):
+        raise ValueError(
+            f"save_pretrained(dtype={dtype}): weights are there in {compute} and, exactly, in torch.float32; "
+            "convert the files afterwards"
+        )
+    if dtype is not None and is_given:
+        raise ValueError("save_pretrained takes dtype= or state_dict=, not both: a state has the dtypes it has")
+    dtype = None if dtype is compute else dtype  # then each is written in its own: some stay in fp32
+    writes = ranks.everyone.rank == ranks.parts.rank == 0
+    takes = writes and not is_given
+    result: Any = None
+    views: dict[str, torch.Tensor] = {}
+    # What fails is kept: raised now, the others would wait at the next meeting until the timeout.
+    attempt = Attempt(BaseException)
+    if writes:
+        with attempt:
+            if os.path.exists(folder) and not os.path.isdir(folder):
+                raise StorageError(f"save_pretrained({str(folder)!r}): that is a file, not a directory")
+            if takes:
+                os.makedirs(folder, exist_ok=True)
+    # Of slices and stages one rank each reads. Gone through to the end even after a failure: the other ranks send and
+    # serve every param.
+    for name, whole in _wholes(engine, dtype or compute, dtype) if ranks.is_cut and ranks.reads_parts else ():
         if takes and attempt.refusal is None:
             with attempt:
-                if not ranks.is_cut:
-                    views = {handle.name: self._view(handle) for handle in self._by_names.handles}
-                self._give(views)
-        self._company.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
-        if writes and attempt.refusal is None:
-            with attempt:
-                result = self._write()
-        # What has failed on one rank fails on all. The others may wait long for the one that writes.
-        ranks.waiting.wait_for_all("save_pretrained")
-        refusal = attempt.refusal and self._in_our_words(attempt.refusal)
-        self._company.agree_on_folder(Point.EXPORT, "save_pretrained", self._directory, refusal)
-        return result
+                views[name] = _file_backed(folder, whole.shape, whole.dtype).copy_(whole)
+    if takes and attempt.refusal is None:
+        with attempt:
+            views = views if ranks.is_cut else _views(engine.by_names, folder, dtype)
+            kwargs = {**kwargs, "state_dict": _state_of(model, engine.by_names, views)}
+    engine.shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
+    if writes and attempt.refusal is None:
+        with attempt:
+            result = original.save_pretrained(folder, *args, **kwargs)
+            config = Path(folder, "config.json")
+            if dtype is not None and config.exists() and not is_a(type(model), "PeftModel"):
+                # It says the model's dtype, in which it would be read.
+                body = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+                config.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    # What has failed on one rank fails on all. The others may wait long for the one that writes.
+    ranks.waiting.wait_for_all("save_pretrained")
+    refusal = error = attempt.refusal
+    # What a full or broken disk makes libraries say; another error (those of a hub have no number) as it is.
+    if getattr(error, "errno", None) is not None or type(error).__name__ == "SafetensorError":
+        refusal = StorageError(f"save_pretrained({str(folder)!r}): {getattr(error, 'strerror', None) or error}")
+        refusal.__cause__ = error
+    engine.shards.agree_on_folder(Point.EXPORT, "save_pretrained", folder, refusal)
+    return result
 
-    def _wholes(self, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
-        """All params by their first names, each for the moment; on ranks that do not write whatever is there. Whatever
-        fails on one rank, the others are here as well.
-        """
-        if not self._of_stages:
-            for handle in self._by_names.handles:
-                yield handle.name, self._by_names.read_whole(handle, self._dtype_of(handle))
-            return
-        own = {handle.whole_name: handle for handle in self._by_names.handles}
-        for name, param in self._of_stages.items():
-            owner, doing = param.ranks[0], f"sending {name}"
-            if ranks.stages.rank == owner:
-                value = self._by_names.read_whole(own[name], self._dtype)
-                if owner:
-                    ranks.stages.start(Tag.BY_NAME, {0: value.contiguous()}, {}, doing).wait()
-                yield name, value
-            elif ranks.stages.rank == 0:
-                value = torch.empty(param.shape, dtype=self._dtype, device="cpu")
-                ranks.stages.start(Tag.BY_NAME, {}, {owner: value}, doing).wait()
-                yield name, value
 
-    def _is_given(self) -> bool:
-        """Whether the caller gave the state."""
-        return len(self._args) >= 2 or self._kwargs.get("state_dict") is not None
+def _wholes(engine: Engine, of_stages: torch.dtype, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """All params by their first names, each for the moment; on ranks that do not write whatever is there. Whatever
+    fails on one rank, the others are here as well.
+    """
+    by_names, stages, own = engine.by_names, engine.ranks.stages, {h.whole_name: h for h in engine.by_names.handles}
+    if not engine.params.of_stages:
+        yield from ((handle.name, by_names.read_whole(handle, dtype)) for handle in by_names.handles)
+    for name, param in engine.params.of_stages.items():
+        owner, doing = param.ranks[0], f"sending {name}"
+        if stages.rank == owner:
+            value = by_names.read_whole(own[name], of_stages)
+            if owner:
+                stages.start(Tag.BY_NAME, {0: value.contiguous()}, {}, doing).wait()
+            yield name, value
+        elif stages.rank == 0:
+            value = torch.empty(param.shape, dtype=of_stages, device="cpu")
+            stages.start(Tag.BY_NAME, {}, {owner: value}, doing).wait()
+            yield name, value
 
-    def _begin(self) -> None:
-        directory = Path(self._directory)
-        if directory.exists() and not directory.is_dir():
-            raise StorageError(f"save_pretrained({str(directory)!r}): that is a file, not a directory")
-        if not self._is_given():
-            directory.mkdir(parents=True, exist_ok=True)
 
-    def _give(self, views: dict[str, torch.Tensor]) -> None:
-        """Give weights, by the first names of the params of all stages, as the ``state_dict`` argument."""
-        state = own_state(self._model)
-        # By every name that the model's state has now, tied ones too; all but params is copied to the CPU.
-        for name, value in state.items():
-            handle = handle_of(value)
-            if handle is not None:
-                state[name] = views[handle.whole_name]
-            elif isinstance(value, torch.Tensor):
-                state[name] = value.detach().cpu()
-        own = {handle.whole_name for handle in self._by_names.handles}  # in the state already, by the names of now
-        state.update((name, value) for name, value in views.items() if name not in own)
-        self._kwargs = {**self._kwargs, "state_dict": state}
+def _views(by_names: ByName, folder: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The weights by name, each param a storage of its own (transformers tells ties by storages)."""
+    views, elsewhere = dict[str, torch.Tensor](), list[ParamHandle]()
+    for handle in by_names.handles:
+        written = dtype or handle.chunk.flat.dtype
+        view = by_names.in_place(handle, written)
+        if view is None or not view.numel():
+            views[handle.name] = _file_backed(folder, handle.param.shape, written)
+            elsewhere.append(handle)
+            continue
+        buffer = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
+        # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
+        buffer.owner = view  # type: ignore[attr-defined]
+        views[handle.name] = torch.frombuffer(buffer, dtype=written).view(view.shape)
+    # All places first: memory that is taken and freed beside what stays falls to pieces.
+    for handle in elsewhere:
+        views[handle.name].copy_(by_names.read(handle, dtype))
+    return views
 
-    def _write(self) -> Any:
-        """Let transformers write."""
-        result = self._original.save_pretrained(self._directory, *self._args, **self._kwargs)
-        config = Path(self._directory, "config.json")
-        if self._dtype != self._compute and config.exists() and not is_a(type(self._model), "PeftModel"):
-            body = json.loads(config.read_text(encoding="utf-8"))  # says the model's dtype, in which it would be read
-            body["dtype"] = str(self._dtype).removeprefix("torch.")
-            config.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        return result
 
-    def _dtype_of(self, handle: ParamHandle) -> torch.dtype:
-        """The dtype in which a param is written."""
-        return handle.chunk.flat.dtype if self._dtype is self._compute else self._dtype
-
-    def _view(self, handle: ParamHandle) -> torch.Tensor:
-        """The weights, each param a storage of its own (transformers tells ties by storages)."""
-        dtype, kept, shape = self._dtype_of(handle), handle.chunk.weights.dtype, handle.param.shape
-        view = self._by_names.in_place(handle, dtype)
-        if view is not None and view.numel():
-            buffer = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
-            # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
-            buffer.owner = view  # type: ignore[attr-defined]
-            return torch.frombuffer(buffer, dtype=dtype).view(shape)
-        whole = _file_backed(self._directory, shape, dtype)
-        if dtype != handle.chunk.flat.dtype:  # masters: one param in memory at once, then its pages are the file's
-            return whole.copy_(self._by_names.read(handle, dtype))
-        # Read where it is to be: memory that is taken and freed beside what stays falls to pieces.
-        read = whole if kept == dtype else _file_backed(self._directory, shape, kept)
-        self._by_names.read_into(handle, WEIGHTS, read.view(-1))
-        return whole if read is whole else whole.copy_(read)
-
-    def _in_our_words(self, error: BaseException) -> BaseException:
-        """What a full or broken disk makes libraries say; another error (those of a hub have no number) as it is."""
-        if not (isinstance(error, OSError) and error.errno is not None) and type(error).__name__ != "SafetensorError":
-            return error
-        what = getattr(error, "strerror", None) or error
-        told = StorageError(f"save_pretrained({str(self._directory)!r}): {what}")
-        told.__cause__ = error
-        return told
+def _state_of(model: nn.Module, by_names: ByName, views: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The state of the model, with ``views`` by the first names of the params of all stages."""
+    state, own = own_state(model), {handle.whole_name for handle in by_names.handles}
+    # By every name that the model's state has now, tied ones too; all but params is copied to the CPU.
+    for name, value in state.items():
+        handle = handle_of(value)
+        if handle is not None:
+            state[name] = views[handle.whole_name]
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.detach().cpu()
+    return {**state, **{name: value for name, value in views.items() if name not in own}}
 
 
 def _file_backed(folder: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
