@@ -189,7 +189,8 @@ def trace(
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with generators_kept(), nothing_collected(), mode:
             fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
-            check_named(batch, fake.forward)
+            if not isinstance(batch, Mapping):
+                raise ValueError(f"a batch has the arguments of forward by name; got a {type(batch).__name__}")
             kept = kept_in_fp32(fake, precision, keep_fp32)
             for param, _ in structure_of(fake).params:
                 own_dtype = torch.float32 if id(param) in kept else COMPUTE_DTYPES[precision]
@@ -356,20 +357,6 @@ def batch_for(
     return batch
 
 
-def check_named(batch: Any, forward: Any) -> None:
-    """Refuse what is not named as forward names it.
-
-    Raises:
-        ValueError: with the names there are.
-    """
-    if not isinstance(batch, Mapping):
-        names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        like = ", ".join(f'"{name}": ...' for name in [name for name in names if name != "self"][:3])
-        raise ValueError(
-            f"a batch has the arguments of forward by name, such as {{{like}}}; got a {type(batch).__name__}"
-        )
-
-
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -456,12 +443,9 @@ def _set_checkpointing(model: Any, wanted: bool | str | None) -> None:
         )
     if wanted is False:
         getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
-        return
-    how = None if wanted is True else {"use_reentrant": kinds[str(wanted)]}
-    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    else:  # the first name since transformers 5.20
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable(None if wanted is True else {"use_reentrant": kinds[str(wanted)]})
 
 
 def _with_values(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from gemini.train.loading.skeleton import (
     attention_keyword,
     generator_of_first,
     generators_kept,
-    need_transformers,
     replace_by_stand_ins,
 )
 from gemini.train.params.by_name import ByName
@@ -72,7 +71,6 @@ def from_config(
             "read one with transformers.AutoConfig.from_pretrained(path), or make one (transformers.LlamaConfig(...)). "
             "gemini.from_pretrained(path) loads a model with its weights"
         )
-    need_transformers("gemini.from_config")
     config = (GeminiConfig() if config is None else config).resolved()
     kwargs |= attention_keyword(attn_implementation)
     skeleton = skeleton_from_config(hf_config, model_class=model_class, **kwargs)
@@ -195,12 +193,8 @@ def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[No
 @contextlib.contextmanager
 def without_drawing() -> Iterator[None]:
     """Initializations do nothing (meta tensors have no values, and some models compute with theirs), ties are made."""
-    try:
-        from transformers import PreTrainedModel
-        from transformers.initialization import no_init_weights
-    except ImportError:  # then they run on meta tensors
-        yield
-        return
+    from transformers import PreTrainedModel
+    from transformers.initialization import no_init_weights
 
     def only_tie(model: Any) -> None:
         # All that is left of it; a model may call it more than once.

@@ -55,21 +55,6 @@ class Skeleton(ABC):
         """Write the value of every param to its home, and make the buffers; returns the model that has them."""
 
 
-def need_transformers(what: str) -> None:
-    """Say which optional part of Gemini ``what`` needs.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
-    try:
-        import transformers  # noqa: F401
-    except ModuleNotFoundError as e:
-        raise ImportError(
-            f"{what} needs transformers 5.0 or newer, the extra 'hf' of Gemini: pip install 'transformers>=5.0' ({e})",
-            name="transformers",
-        ) from e
-
-
 def attention_keyword(asked: Any) -> dict[str, Any]:
     """``attn_implementation=`` for transformers; nothing where the user leaves the choice to it."""
     return {} if asked in (None, "auto") else {"attn_implementation": asked}

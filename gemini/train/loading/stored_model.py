@@ -42,34 +42,22 @@ from gemini.train.setup.wrappable import refuse_unwrappable
 
 
 class Made(NamedTuple):
-    """How a param comes from tensors of a checkpoint.
+    """How a param comes from tensors of a checkpoint."""
 
-    Attributes:
-        keys: of all tensors that take part.
-        operations: transformers', in their order; none for a tensor that is the param. None for one among several of
-            one conversion, or of tensors of several shapes.
-        shape: of each tensor, all of which have it.
-        numbers: how many tensors each of the patterns that the operations begin with has found.
-    """
-
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # of all tensors that take part
     operations: tuple[Any, ...] | None
-    shape: tuple[int, ...]
-    numbers: tuple[int, ...]
+    """transformers', in their order; none for a tensor that is the param. None for one among several of one conversion,
+    or of tensors of several shapes.
+    """
+    shape: tuple[int, ...]  # of each tensor, all of which have it
+    numbers: tuple[int, ...]  # how many tensors each of the patterns that the operations begin with has found
 
 
 class SliceReading(NamedTuple):
-    """The part of the tensors behind one param that is read.
+    """The part of the tensors behind one param that is read."""
 
-    Attributes:
-        own_shape: of the slice that the param is.
-        of_each: the slice of each tensor, or None if those that are read are read whole.
-        some: of the tensors that each pattern has found, the first and the one behind the last that are read.
-    """
-
-    own_shape: tuple[int, ...]
-    of_each: TensorSlice | None
-    some: tuple[int, int] | None
+    of_each: TensorSlice | None  # the slice of each tensor; None if those that are read are read whole
+    some: tuple[int, int] | None  # the first that is read of those that each pattern has found, and the end
 
     def read(self, tensor: Any, number: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """Read what is here of the tensor with this number; None if nothing is."""
@@ -113,7 +101,7 @@ def reading_of(cut: TensorSlice, made: Made) -> SliceReading | None:
     if shape != made.shape:
         return None
     of_each = None if some is not None else TensorSlice(shape, dim, groups, cut.rank, cut.size)
-    return SliceReading(cut.own_shape, of_each, some)
+    return SliceReading(of_each, some)
 
 
 @contextlib.contextmanager
