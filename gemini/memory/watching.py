@@ -47,10 +47,8 @@ Held = Mapping[Tier, Mapping[str, int]]
 
 @dataclass
 class RecordedStep:
-    """One whole step as it was recorded.
-
-    ``stop``: the end of its ``optimizer.step()``; ``next_start``: where the next step begins. What other threads still
-    do between the two belongs to this step.
+    """A whole step as it was recorded. ``stop``: the end of its ``optimizer.step()``; ``next_start``: where the next one
+    begins. What other threads still do between the two belongs to this step.
     """
 
     start: float
@@ -64,7 +62,7 @@ class RecordedStep:
     next_start: float | None = None
 
     def timeline(self, *, title: str, tokens: int, flops: int, budgets: Mapping[Tier, int]) -> Timeline:
-        """The step as a value. As long as there is no next step it ends with the last thing that was done for it."""
+        """The step as a value; without a next step it ends with the last thing that was done for it."""
         seconds = max(self.stop - self.start, *(span.stop for span in self.spans), 0.0)
         if self.next_start is not None:
             seconds = self.next_start - self.start
@@ -97,9 +95,7 @@ class RecordedStep:
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """A thing that is done between entering and leaving; ``track`` None: it waits, or prepares, and keeps no track
-    busy. Entered and left on one thread.
-    """
+    """A thing that is done between entering and leaving, on one thread; ``track`` None: it keeps no track busy."""
 
     recorder: Recorder
     track: Track | None
@@ -156,7 +152,7 @@ class Recorder:
         # Outside of the lock: it waits for the device, and workers tell of their activities meanwhile.
         self._finish_device()
         with self._lock:
-            self._cut_training()
+            self._cut(self._training)
             self._computing = None if name is None else Activity(self, Track.COMPUTE, name, "", -1)
 
     def span(
@@ -216,11 +212,11 @@ class Recorder:
         self._finish_device()
         with self._lock:
             self._trainer = threading.get_ident()
-            self._cut_training()
+            self._cut(self._training)
             # The time of the cut just made: both steps and all threads meet in this one instant.
             now = self._training.since
             for thread in self._workers.values():
-                self._cut_worker(thread, now)
+                self._cut(thread, now)
                 for activity in thread.stack:
                     activity.moment = -1  # a moment of the step before
             if self._last is not None and self._last.next_start is None:
@@ -234,7 +230,7 @@ class Recorder:
         """``optimizer.step()`` is over: the step, to which other threads add until the next one begins."""
         self._finish_device()
         with self._lock:
-            self._cut_training()
+            self._cut(self._training)
             step, self._step, self._computing = self._step, None, None
             assert step is not None
             step.stop = self._training.since
@@ -265,54 +261,44 @@ class Recorder:
         return self._step
 
     def _begin(self, activity: Activity) -> None:
-        if trains_here(self._trainer):
-            # What was computed until here is over, so that its time is not counted as this activity's.
+        trains = trains_here(self._trainer)
+        if trains:
+            # What was computed until here is over, so that its time is not counted as this activity's. Before the lock
+            # is taken, as in `computing`.
             self._finish_device()
-            with self._lock:
-                self._cut_training()
-                activity.thread = self._training
-                activity.thread.stack.append(activity)
-            return
         with self._lock:
-            activity.thread = self._workers.setdefault(threading.get_ident(), _Thread())
-            self._cut_worker(activity.thread, self.clock())
-            # Now: by the time it is written the training thread may be further on.
-            activity.moment = self._moment()
-            activity.thread.stack.append(activity)
+            thread = self._training if trains else self._workers.setdefault(threading.get_ident(), _Thread())
+            self._cut(thread)
+            if not trains:
+                # Now: by the time it is written the training thread may be further on.
+                activity.moment = self._moment()
+            activity.thread = thread
+            thread.stack.append(activity)
 
     def _end(self, activity: Activity) -> None:
         thread = activity.thread
         assert thread is not None
-        # Waits for the device before the lock is taken, as in `computing`.
         if thread is self._training:
             self._finish_device()
         with self._lock:
-            if thread is self._training:
-                self._cut_training()
-            else:
-                self._cut_worker(thread, self.clock())
+            self._cut(thread)
             popped = thread.stack.pop()
             assert popped is activity, (popped.name, activity.name)
             if not thread.stack and thread is not self._training:
                 # Numbers of threads are given again: what is left here would be taken for another one's.
                 del self._workers[threading.get_ident()]
 
-    def _cut_training(self) -> None:
-        """Write down what was under way on the training thread since the last cut."""
-        now, step, thread = self.clock(), self._step, self._training
-        current = thread.stack[-1] if thread.stack else self._computing
-        if step is not None and current is not None and now > thread.since:
+    def _cut(self, thread: _Thread, now: float | None = None) -> None:
+        """Write down what was under way on a thread since its last cut."""
+        now, step, trains = self.clock() if now is None else now, self._step, thread is self._training
+        current = thread.stack[-1] if thread.stack else self._computing if trains else None
+        if current is not None and now > thread.since and (step is not None or not trains):
             if current.track is not None:
-                current.moment = self._moment()
+                if trains:
+                    current.moment = self._moment()
                 self._write(current, thread.since, now)
-            if current.track is not Track.COMPUTE:
+            if trains and step is not None and current.track is not Track.COMPUTE:
                 step.stalls[current.cause] = step.stalls.get(current.cause, 0.0) + now - thread.since
-        thread.since = now
-
-    def _cut_worker(self, thread: _Thread, now: float) -> None:
-        """Write down what was under way on another thread since its last cut."""
-        if thread.stack and thread.stack[-1].track is not None and now > thread.since:
-            self._write(thread.stack[-1], thread.since, now)
         thread.since = now
 
     def _write(self, activity: Activity, start: float, stop: float) -> None:
