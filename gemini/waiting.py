@@ -44,9 +44,7 @@ _of_thread = threading.local()
 
 
 def begin_work() -> None:
-    """Make the calling thread a worker's from now on. Called first thing on the thread of a worker, and never undone:
-    such a thread does nothing else.
-    """
+    """Make the calling thread a worker's, for good: it does nothing else."""
     _of_thread.works = True
 
 
@@ -174,14 +172,8 @@ def patience(what: Callable[[], str], *, is_elsewhere: bool = False) -> Iterator
 
 
 def await_latch(latch: Latch, what: Callable[[], str], look: Callable[[], None] = lambda: None) -> None:
-    """Block until it is set.
-
-    Args:
-        what: what is waited for, in words.
-        look: called every ``LOOK_SECONDS``; may raise.
-
-    Raises:
-        GeminiError: when nothing has gone on for too long (:func:`patience`).
+    """Block until it is set. ``what``: what is waited for, in words; ``look``: called each ``LOOK_SECONDS``, may raise.
+    GeminiError when nothing has gone on for too long (:func:`patience`).
     """
     looks = patience(what)
     while not latch.wait(LOOK_SECONDS):

@@ -53,11 +53,7 @@ class DirectoryProbe:
 
 
 def probe(directory: str | Path, tier: Tier = DRIVE) -> DirectoryProbe:
-    """Try a spill file of one page in ``directory``, the one that a budget names for ``tier``.
-
-    Raises:
-        StorageError: if the directory is missing, or cannot be written.
-    """
+    """Try a spill file of one page in ``directory``; StorageError if it is missing, or cannot be written."""
     directory = Path(directory).expanduser()
     fd, direct, nameless = _open(directory, tier)
     os.close(fd)
@@ -104,11 +100,7 @@ class FileTransfer(Event):
             self._lock.release()
 
     def wait(self) -> None:
-        """Block until the disk is done.
-
-        Raises:
-            StorageError: if one of them failed: the first that did.
-        """
+        """Block until the disk is done; StorageError if one of them failed: the first that did."""
         self.wait_until_over()
         if self._error is not None:
             raise self._error
@@ -178,10 +170,7 @@ class SpillFile:
 
     def allocate(self, num_bytes: int) -> int:
         """The offset of a slot that reads as zeros: preallocated, given back before, or at a new end of the file.
-        Called by the training thread alone.
-
-        Raises:
-            StorageError: if the file has to grow and the disk is full, or what a slot holds cannot be overwritten.
+        StorageError if the disk is full, or cannot be written. Called by the training thread alone.
         """
         # Whole pages: O_DIRECT takes nothing else.
         size = in_pages(num_bytes)

@@ -25,11 +25,8 @@ def available_bytes() -> int:
 
 
 def memory_limit(process: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS) -> int | None:
-    """The lowest memory limit of the control groups that this process is in, in bytes; None without one.
-
-    One above the machine's memory is none: the first version of control groups writes a huge number for "max".
-    """
-    # The machine's memory among them: a limit that is larger is none.
+    """The lowest memory limit of the control groups that this process is in, in bytes; None without one."""
+    # The machine's memory among them: a limit that is larger is none (version 1 writes a huge number for "max").
     limits = [psutil.virtual_memory().total]
     for file in _limit_files(process, groups):
         try:

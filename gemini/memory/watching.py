@@ -47,8 +47,8 @@ Held = Mapping[Tier, Mapping[str, int]]
 
 @dataclass
 class RecordedStep:
-    """A whole step as it was recorded. ``stop``: the end of its ``optimizer.step()``; ``next_start``: where the next one
-    begins. What other threads still do between the two belongs to this step.
+    """One step as it was recorded. ``stop``: the end of its ``optimizer.step()``; ``next_start``: the beginning of the
+    next. What other threads still do between the two belongs to this step.
     """
 
     start: float
@@ -186,9 +186,7 @@ class Recorder:
         return NOTHING if track is None else self.span(track, num_bytes=num_bytes)
 
     def add(self, track: Track, start: float, stop: float, name: str, chunk: int = -1, num_bytes: int = 0) -> None:
-        """``track`` was at work from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over.
-        It stalls nobody: who waits for it says so with :meth:`about`. Its bytes count where it started.
-        """
+        """``track`` worked from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over."""
         with self._lock:
             self._write(Activity(self, track, name, "", chunk, num_bytes), start, stop)
 
@@ -414,11 +412,8 @@ class _Waiting:
 
 
 class Watch:
-    """Who is told of the work on one model's bytes, by whoever does it. The training thread is the one that made it,
-    then whichever ends steps.
-
-    It always keeps how long that thread waited in a step, and for what (``memory_report()["stalls"]``). Activities nest
-    (a fetch inside waiting for other ranks): the outermost one counts, once.
+    """Who is told of the work on one model's bytes, and keeps how long the training thread (the one that made it, then
+    whichever ends steps) waited in a step, and for what. Activities nest: the outermost one counts, once.
     """
 
     def __init__(self) -> None:
@@ -439,9 +434,7 @@ class Watch:
     def about(
         self, cause: str, name: str, chunk: int = -1, *, track: Track | None = None
     ) -> AbstractContextManager[None]:
-        """Time this block: a stall of the training thread by ``cause``, and, where somebody records, a span on
-        ``track`` on any thread.
-        """
+        """Time this block: a stall of the training thread by ``cause``, and a span on ``track`` for who records."""
         waiting = self._known.get(cause)
         if waiting is None:
             waiting = self._known[cause] = _Waiting(self, cause)

@@ -87,11 +87,8 @@ USE_TABLE: dict[tuple[Use, UseChange], Use] = {
 
 
 def step(state: Use, event: UseChange, who: str) -> Use:
-    """The state after ``event``. No worker makes a transition: one that has filled a window ends its job, and whoever
-    needs the chunk goes on from there.
-
-    Raises:
-        IllegalTransition: naming ``who``, the state, the event and the legal events.
+    """The state after ``event``; IllegalTransition, with what is legal, where there is none. No worker makes one: a job
+    that has filled a window ends, and whoever needs the chunk goes on from there.
     """
     after = USE_TABLE.get((state, event))
     if after is None:
@@ -101,9 +98,7 @@ def step(state: Use, event: UseChange, who: str) -> Use:
 
 
 class PendingUpdate(Event):
-    """An update in flight. Ends on the thread that makes it; :meth:`settle` is for those who wait, and never for a
-    worker.
-    """
+    """An update in flight. Ends on the thread that makes it; no worker calls :meth:`settle`."""
 
     def settle(self) -> None:
         """Wait for it, and take note that it is over; what broke it off is raised."""

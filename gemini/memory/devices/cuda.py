@@ -310,8 +310,8 @@ _CONFS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 def prefer_expandable_segments() -> str:
-    """Let torch's allocator grow segments in place of taking new ones, which leaves no fragments, unless the program
-    has set it up or begun to use it. Returns what became of it, in words.
+    """Let torch's allocator grow segments, which leaves no fragments, unless the program has set it up or begun to use
+    it: what became of it, in words.
     """
     said = next((name for name in _CONFS if name in os.environ), None)
     if said is not None:
@@ -323,11 +323,7 @@ def prefer_expandable_segments() -> str:
 
 
 def check_card(device: torch.device) -> None:
-    """Try the card now, and not in the first backward.
-
-    Raises:
-        GeminiError: if torch has no code for it, or its driver takes none.
-    """
+    """Try the card now, not in the first backward. GeminiError: torch has no code for it, or its driver takes none."""
     try:
         torch.zeros(1, device=device).add_(1).tolist()
     except RuntimeError as e:
@@ -404,14 +400,8 @@ def _elsewhere(device: torch.device) -> int:
 
 
 def check_room(device: torch.device, budget: int, reserved: int, freed: int) -> None:
-    """Compare a budget with what there is: a warning if it can never be had in full.
-
-    Args:
-        reserved: bytes that are needed at once, the context included.
-        freed: bytes of tensors there that are about to go.
-
-    Raises:
-        BudgetExceeded: if there are less than ``reserved``.
+    """Compare a budget with what there is, where ``freed`` bytes of tensors are about to go: a warning if it can never
+    be had in full, BudgetExceeded if there are less than ``reserved``, which are needed at once.
     """
     free, total = torch.cuda.mem_get_info(device)
     allocated, kept = torch.cuda.memory_allocated(device) - freed, torch.cuda.memory_reserved(device)

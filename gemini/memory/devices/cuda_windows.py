@@ -132,9 +132,7 @@ class CudaEvent(Event):
 
 
 class CopyStreams:
-    """The CUDA streams of one copy stream, one for each direction. Its copies are in order, in both directions
-    together. Changed under the lock of its device.
-    """
+    """One copy stream: a CUDA stream for each direction, its copies in order. Changed under the lock of its device."""
 
     def __init__(self) -> None:
         self.by_direction: dict[str, torch.cuda.Stream] = {}
@@ -213,9 +211,8 @@ class WindowMemory:
                 yield
 
     def reserve(self, num_bytes: int) -> None:
-        """Get one segment for so many bytes of windows; where the driver has none that long they come one by one, up to
-        so many, and so they do if the program has set ``max_split_size_mb``: the allocator would cut nothing out of it.
-        The segments of an earlier call go back to the driver.
+        """Get one segment for so many bytes of windows, in place of those of an earlier call. Where the driver has none
+        that long, or with ``max_split_size_mb`` (the allocator would cut nothing out of it), they come one by one.
         """
         self._planned = num_bytes
         if self._pool is not None:

@@ -24,10 +24,7 @@ from gemini.waiting import PROGRESS, Latch, await_latch
 
 
 class Event:
-    """The end of something that was begun: of a copy, or of what the device was given to compute (``Device.mark``).
-
-    May be asked from any thread, as often as one likes.
-    """
+    """The end of something that was begun, a copy or computing (``Device.mark``). May be asked from any thread."""
 
     what = "a copy"
 
@@ -79,8 +76,7 @@ class AllOf(Event):
         return all(event.is_complete() for event in self._events)
 
     def wait(self) -> None:
-        # First until all are over, then how they ended: an error that is raised early would leave copies under way in
-        # memory that the caller gives back.
+        # First until all are over: an error that is raised early would leave copies in memory that is given back.
         for event in self._events:
             event.wait_until_over()
         for event in self._events:
@@ -104,9 +100,7 @@ DONE.finish()
 
 
 class Device(ABC):
-    """All that the engine needs of the processor that runs forward and backward. Any thread may copy and mark; windows
-    are the training thread's.
-    """
+    """The processor that runs forward and backward. Any thread may copy and mark; windows are the training thread's."""
 
     name: str
     torch_device: torch.device
@@ -149,9 +143,7 @@ class Device(ABC):
                 call_without_grad(window.bytes.copy_, content)
 
     def reserve_host(self, planes: Sequence[tuple[str, int]]) -> None:  # noqa: B027 - most copy from any memory alike
-        """Host buffers of these bytes are going to be made, in this order, each for something of that name: get ready
-        what they are cut out of, once.
-        """
+        """Host buffers of these names and bytes are made next, in this order: get ready what they are cut from."""
 
     def make_host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Page-aligned host memory of zeros that this device copies to and from at full speed."""
@@ -176,10 +168,8 @@ class Device(ABC):
         behind_computing: bool = True,
         kept: bool = False,
     ) -> Event:
-        """Start copying between host and device, from any thread.
-
-        Streams ("fetch", "evict") run in order, independent of each other. Until the event is complete ``into`` must be
-        neither read nor written, and ``source`` not written; both may be let go.
+        """Start copying between host and device, from any thread. Streams ("fetch", "evict") run in order, independent
+        of each other. Until the event is complete ``into`` is neither read nor written, and ``source`` not written.
 
         Args:
             after: the copy begins when this is complete, and fails where it failed.
@@ -189,7 +179,7 @@ class Device(ABC):
         """
 
     def beside(self, name: str) -> AbstractContextManager[None]:
-        """Give what the calling thread computes inside to a stream of its own, of that name, which ``mark()`` and
+        """Give what the calling thread computes inside to a stream of that name, which ``mark()`` and
         ``Event.wait_on_device()`` inside are about. It is no computing stream for :meth:`copy`, nor for windows, which
         must not go before a computing stream has waited for what reads them there.
         """
@@ -222,11 +212,8 @@ class Device(ABC):
         self, budget: int | None, reserved: int, freed: int, *, limited: bool
     ) -> None:
         """A model is given ``budget`` bytes of this device (None: what it takes), of which ``reserved`` are needed at
-        once; ``freed`` ones of tensors there are about to go. ``limited``: it has room for activations too, so that
-        nothing of this process needs more.
-
-        Raises:
-            BudgetExceeded: if others leave less than is needed at once.
+        once (else BudgetExceeded); ``freed`` ones of tensors there are about to go. ``limited``: nothing of this
+        process needs more.
         """
 
     def reserve_buffers(self, sizes: Iterable[int]) -> None:  # noqa: B027 - pages of the host come one by one
@@ -237,9 +224,7 @@ class Device(ABC):
         """Bytes of the device's memory that nobody holds now."""
 
     def memory_figures(self) -> dict[str, int]:
-        """Bytes of the device's memory, "allocated" and "reserved" by torch, their peaks, and ("driver") of all
-        processes. Nothing where it is host memory.
-        """
+        """Bytes "allocated" and "reserved" there by torch, their peaks, and ("driver") of all processes."""
         return {}
 
     def reserved_beyond(self, known: int) -> int:
@@ -323,11 +308,8 @@ def _why_no_cuda() -> str:
 
 
 def make_device(name: str | torch.device | Device | None) -> Device:
-    """The device for a config's ``device=``: None means "cuda" if there is one, else "cpu".
-
-    Raises:
-        ValueError: for a device that does not exist here.
-        GeminiError: for a card that does not run what torch gives it.
+    """The device for a config's ``device=``: None means "cuda" if there is one, else "cpu". ValueError for one that is
+    not there, GeminiError for a card that does not run what torch gives it.
     """
     if isinstance(name, Device):
         return name

@@ -1,8 +1,8 @@
 """Host memory that torch can see and the engine can move: page-aligned anonymous mappings; and windows.
 
 *Windows* are memory for gathered weights that comes and goes at a fixed place, because autograd keeps views of it.
-Devices make them (:mod:`gemini.memory.devices.device`), the manager puts memory behind them and takes it away. On a GPU
-a window is a resizable storage over the caching allocator.
+Devices make them, the manager puts memory behind them. On a GPU a window is a resizable storage over the caching
+allocator.
 
 On the CPU autograd saves *views* of weights, so evicted weights must come back at the same address. ``Pages`` is a
 range of addresses that is reserved once; ``Pages.move_to`` moves its *physical* pages under another range by ``mremap``
@@ -90,9 +90,7 @@ class Pages:
 
     def touch(self) -> None:
         """Make every page present now, by several threads: one alone takes 0.3 s a GiB. For fresh pages only.
-
-        Raises:
-            MemoryError: if the system has no more.
+        MemoryError if the system has no more.
         """
         starts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
         if len(starts) == 1:  # in the middle of a step too: no thread is begun for it
@@ -130,10 +128,8 @@ class Pages:
         _libc.madvise(self.address, self.num_bytes, _MADV_DONTNEED)
 
     def move_to(self, other: Pages) -> None:
-        """Put this range's physical pages (and their content) under ``other``, whose own pages are dropped.
-
-        Raises:
-            OSError: if the kernel refuses; both ranges are as before.
+        """Put this range's physical pages (and their content) under ``other``, whose own pages are dropped. OSError if
+        the kernel refuses; both ranges are as before.
         """
         assert other.num_bytes == self.num_bytes
         # DONTUNMAP: the range here stays reserved, without pages, for the way back.
@@ -191,9 +187,7 @@ class Window(ABC):
         return self.bytes.numel()
 
     def face(self) -> torch.Tensor:
-        """The bytes as a tensor for those who read them: over a storage of its own where that is possible, so that
-        counting who refers to it does not count copies under way.
-        """
+        """The bytes for those who read them: a storage of its own if possible, in which no copy under way counts."""
         return self.bytes
 
     @abstractmethod
@@ -267,9 +261,7 @@ class PageWindow(Window):
 
 
 class FramePool:
-    """Physical memory of evicted windows, by size, ready for the next window of that size without page faults. Changed
-    by the training thread alone.
-    """
+    """Physical memory of evicted windows, by size, for the next one without page faults. The training thread's."""
 
     def __init__(self) -> None:
         self._parked: dict[int, list[Pages]] = {}  # by size: ranges that have physical pages

@@ -41,7 +41,7 @@ from gemini.errors import StorageError, of_storage
 from gemini.memory.durable.slots import Runs, SlotFile
 from gemini.memory.nvme import striped_bytes
 
-_STORE = re.compile(r"store-(\d{4,9})")
+_STORE = re.compile(r"store-\d{4,9}")
 Smallest = Callable[[list[int]], list[int]]
 """The minimum over all ranks of each value; in one process the values."""
 
@@ -76,10 +76,8 @@ def store_bytes(directory: Path) -> int:
 
 
 def last_commit(directory: Path) -> Commit:
-    """The newest step that every rank of the run has committed.
-
-    Raises:
-        StorageError: if there is none, or the files of a rank are missing, or of a newer format.
+    """The newest step that every rank of the run has committed. StorageError if there is none, or files of a rank are
+    missing, or of a newer format.
     """
     found = stores(directory)
     if not found:
@@ -96,11 +94,7 @@ def last_commit(directory: Path) -> Commit:
 
 
 def common_records(store: Path) -> list[CommitRecord]:
-    """The record of every rank of the newest commit that all have.
-
-    Raises:
-        StorageError: if there is none.
-    """
+    """The record of every rank of the newest commit that all have; StorageError if there is none."""
     ranks = [{record.sequence: record for record in _records_of(store, 0).values()}]
     if not ranks[0]:
         raise StorageError(
@@ -123,11 +117,7 @@ def common_records(store: Path) -> list[CommitRecord]:
 
 
 def read_layout(store: Path, rank: int, checksum: int) -> dict[str, Any]:
-    """The layout of the slots of a rank, as the file that a record names has it.
-
-    Raises:
-        StorageError: if it is missing or damaged.
-    """
+    """The layout of a rank's slots, in the file that a record names; StorageError if it is missing or damaged."""
     path = layout_path(store, rank, checksum)
     with of_storage(f"{path} is missing or damaged"):
         data = path.read_bytes()
@@ -243,11 +233,7 @@ class StoreFolder:
         ]
 
     def _link(self) -> list[Path]:
-        """Make the folders of those files, and in the store the links to them, for good.
-
-        Raises:
-            StorageError: if that cannot be.
-        """
+        """Make the folders of those files, and in the store the links to them, for good."""
         paths = self._paths(self.folder)
         # Of a run that used more drives: the store is begun anew, and says so by having no such link.
         for link in slots_paths(self.folder, self.rank)[len(paths) :]:
@@ -330,11 +316,7 @@ class StoreFolder:
 
 @contextlib.contextmanager
 def reading(directory: Path, own: StoreFolder | None):  # type: ignore[no-untyped-def]
-    """Around reading a store, which nobody else may be writing; ``own``: the one that this process uses already.
-
-    Raises:
-        StorageError: if another run uses it.
-    """
+    """Around reading a store, which nobody else may be writing (StorageError); ``own``: that of this process."""
     if own is not None and own.directory == Path(os.path.realpath(directory)):
         yield
         return
@@ -371,11 +353,7 @@ def _locked(directory: Path, rank: int, *, shared: bool = False) -> int:
 
 
 def holder(directory: Path) -> str | None:
-    """The user of the store in a folder, as people say it; None for nobody. Nothing is written.
-
-    Raises:
-        StorageError: if a lock cannot be read.
-    """
+    """The user of the store in a folder, as people say it; None for nobody. Nothing is written."""
     for path in sorted(directory.glob("LOCK-*")):
         with of_storage(f"{path} cannot be read"):
             fd = os.open(path, os.O_RDONLY)
@@ -400,21 +378,14 @@ def _records_of(store: Path, rank: int) -> dict[int, CommitRecord]:
 
 
 def stores(directory: Path) -> list[Path]:
-    """The stores in a folder, the newest last.
-
-    Raises:
-        StorageError: if it cannot be read.
-    """
+    """The stores in a folder, the newest last."""
     with of_storage(f"nvme_path {directory} cannot be read"):
         found = [path for path in directory.iterdir() if _STORE.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_number)
 
 
 def _number(store: Path) -> int:
-    """The number of a store, from its name."""
-    matched = _STORE.fullmatch(store.name)
-    assert matched is not None
-    return int(matched[1])
+    return int(store.name.removeprefix("store-"))
 
 
 MAGIC, VERSION = b"GEMINI\x00C", 2
@@ -435,11 +406,7 @@ class CommitRecord(NamedTuple):
 
 
 def write_record(path: Path, record: CommitRecord) -> None:
-    """Put a record into its file; it is on the drive when this returns.
-
-    Raises:
-        StorageError: if it cannot be written. It may be there nevertheless.
-    """
+    """Put a record into its file; it is on the drive when this returns. After a StorageError it may be there too."""
     # Level 1: a commit waits for it.
     text = zlib.compress(json.dumps(record.text, separators=(",", ":")).encode(), 1)
     rest = struct.pack("<QQQ", record.sequence, len(text), len(record.tensors)) + text + record.tensors
@@ -457,11 +424,7 @@ def write_record(path: Path, record: CommitRecord) -> None:
 
 
 def read_record(path: Path) -> CommitRecord | None:
-    """The record in a file; None if there is none that is whole.
-
-    Raises:
-        StorageError: if the file cannot be read, or was written in a newer format.
-    """
+    """The record in a file; None if there is none that is whole. StorageError if it is of a newer format."""
     if not path.exists():
         return None
     with of_storage(f"the commit record {path} cannot be read"):

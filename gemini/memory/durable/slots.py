@@ -44,11 +44,8 @@ None where a record of version 1 has none.
 
 
 class SlotPair:
-    """The two slots of one plane. Written by one thread at a time; sums have a lock, for several threads look at them.
-
-    Args:
-        offset: of the first slot in the file; the second one follows it.
-        num_bytes: of one slot, whole pages.
+    """The two slots of one plane, one behind the other in the file. Written by one thread at a time; sums have a lock,
+    for several threads look at them.
     """
 
     def __init__(self, file: SlotFile, offset: int, num_bytes: int):
@@ -102,11 +99,8 @@ class SlotPair:
         ]
 
     def runs(self) -> Runs:
-        """The places where everything is now, when all writes are over. What has no sum of its own is read back for
-        one.
-
-        Raises:
-            StorageError: if that fails.
+        """The places where everything is now, when all writes are over. What has no sum of its own is read back for it
+        (StorageError).
         """
         return [
             (count, slot, crc)
@@ -143,9 +137,7 @@ class SlotPair:
             sums[page] = count, crc
 
     def commit(self, runs: Runs) -> None:
-        """A record that says ``runs`` is on the drive: these slots are committed. Called when the records of all ranks
-        are on the drive: from here on the slots of the commit before may be overwritten.
-        """
+        """The records of all ranks are on the drive, and say ``runs``: the slots before may be overwritten."""
         self._committed = pages_of(runs)
 
     def take_committed(self, runs: Runs) -> None:
@@ -195,14 +187,8 @@ class SlotPair:
 
 
 class SlotFile(SpillFile):
-    """The slots of one rank, in a file with a name, or striped over several on a drive each.
-
-    Args:
-        paths: made if they are not there. Those that are must be of the same sizes; their content is kept.
-        sizes: bytes of each plane, whole pages, by a name.
-
-    Raises:
-        StorageError: if a folder cannot be written, or a disk cannot hold two slots of each.
+    """The slots of one rank, in a file with a name, or striped over several on a drive each. ``paths``: made if they
+    are not there; those that are must be of the same sizes, their content is kept. ``sizes``: bytes of planes, by name.
     """
 
     def __init__(self, paths: Sequence[Path], sizes: Mapping[str, int]):
@@ -218,11 +204,7 @@ class SlotFile(SpillFile):
             return os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600), direct
 
     def sync(self) -> None:
-        """Every write that is over has reached its drive when this returns.
-
-        Raises:
-            StorageError: if a drive says that it has not.
-        """
+        """Every write that is over has reached its drive when this returns; StorageError if a drive says otherwise."""
         for drive, fd in enumerate(self._fds):
             try:
                 os.fdatasync(fd)

@@ -84,8 +84,8 @@ class Schedule:
             self._at = start
 
     def _outlook(self, index: int, done: bool, at: int) -> tuple[int, bool]:
-        """The moment of the next use after ``at`` (of the next step's, counted on), and whether the plan keeps it until
-        then. ``done``: all its gradients have arrived, which ends a stretch of moments that read it.
+        """The moment of the next use after ``at``, and whether the plan keeps it until then. ``done``: all its
+        gradients have arrived, which ends a stretch of moments that read it.
         """
         following = at + 1
         in_both = 0 < following < len(self._needs) and index in self._needs[at] & self._needs[following]
@@ -149,11 +149,8 @@ class _Course:
 
 
 class Foresight:
-    """The schedule of one model, planned or recorded; the manager tells it of every access and asks it for the next.
-    Called by the training thread alone.
-
-    Args:
-        schedule: what the model was wrapped with.
+    """The schedule of one model, which it was wrapped with or is recorded; the manager tells of every access and asks
+    for the next. Called by the training thread alone.
     """
 
     def __init__(self, schedule: Schedule | None = None):

@@ -102,10 +102,7 @@ class Manager:
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
-
-        Raises:
-            BudgetExceeded: if what must stay leaves no room; nothing has changed.
-            StorageError: if the weights could not be read; nothing has changed.
+        BudgetExceeded if what must stay leaves no room, StorageError if they could not be read; nothing has changed.
         """
         # Its window has the weights of before the update: it goes, and the new ones are fetched below.
         if chunk.use is Use.UPDATING:
@@ -266,9 +263,7 @@ class Manager:
     # ---- ahead of time ------------------------------------------------------------------------------------------
 
     def look_ahead(self) -> None:
-        """Begin the fetches that come next, in their planned order, up to the first one without room: a later one that
-        is smaller would take the place of what is read before it.
-        """
+        """Begin the fetches that come next, up to the first one without room: a smaller one would take its place."""
         if not self._transfers.beside:
             return
         # Windows of updates that are over are room for the first fetches.
@@ -410,9 +405,7 @@ class Manager:
         return self.room.is_balanced()
 
     def start_over(self) -> None:
-        """Forget every gathered copy and what the books say of them: an interrupt came between two lines of them. Those
-        that are lent keep their memory.
-        """
+        """Forget every gathered copy, but lent ones: an interrupt came between two lines of what the books say."""
         kept = [c for c in self.chunks if c.window is not None and c.gathered and c.is_lent]
         # Updates first: they read windows that are discarded below.
         while self._updating:

@@ -60,9 +60,8 @@ SLOTS = 4
 
 
 class _Memory:
-    """One buffer for all areas of a set; it comes with the first use. Whole, so that huge pages can stand behind it:
-    they make a read from the disk several times as fast as pages of 4 KiB (MiB-sized areas alone would not get any).
-    Made by whichever thread uses its set first, and used by that one alone.
+    """One buffer for all areas of a set, made at the first use by the one thread that uses it. Whole, so that huge
+    pages can stand behind it: they make a read from the disk several times as fast as pages of 4 KiB.
     """
 
     def __init__(self, device: Device, num_bytes: int, *, on_device: bool = False):
@@ -109,8 +108,8 @@ class StagingSet:
         return len(self._scratch)
 
     def staged(self, kind: PlaneKind, dtype: torch.dtype, num_items: int) -> torch.Tensor:
-        """The first items of the area of ``kind``, as ``dtype``. Valid until it is asked again. Waits for a copy out of
-        it that is under way (:meth:`leaves`); how that ended is told to whoever began it.
+        """The first items of the area of ``kind``, as ``dtype``, until it is asked again. Waits for a copy out of it
+        that is under way (:meth:`leaves`); how that ended is told to whoever began it.
         """
         # Taken out first: an event that is over must not be asked again, nor keep what was copied.
         leaving = self._leaving.pop(kind, None)
@@ -134,27 +133,13 @@ class StagingSet:
 
 
 class Staging:
-    """All sets of one engine.
-
-    Args:
-        tile: elements of a tile.
-        reserved: bytes of staging that are in the ledger already; the first set is reserved at its first use if there
-            are none. What is reserved beyond it makes the sets of workers.
-        device_tile: elements of a tile in the device's memory; ``on_device`` bytes there are reserved for such tiles.
-        rule: of the updates, whose planes are staged.
+    """All sets of one engine. Of the bytes that are in the ledger already the first set is made, which is reserved at
+    its first use if there are none, and then those of workers; of those on the device slots of ``device_tile``
+    elements.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        tile: int,
-        ledger: Ledger,
-        reserved: int,
-        *,
-        device_tile: int = 0,
-        on_device: int = 0,
-        rule: RuleSpec = ADAM,
-    ):
+    def __init__(self, device: Device, tile: int, ledger: Ledger, device_tile: int, rule: RuleSpec):
+        reserved, on_device = [ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU)]
         self.tile, self._rule = tile, rule
         self.num_bytes = staging_bytes(tile, rule)
         """Of one set in host memory."""
@@ -232,8 +217,7 @@ class Mover:
     def __init__(self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0, rule: RuleSpec = ADAM):
         self.device = device
         self.tile = tile
-        on_host, on_device = [ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU)]
-        self.staging = Staging(device, tile, ledger, on_host, device_tile=device_tile, on_device=on_device, rule=rule)
+        self.staging = Staging(device, tile, ledger, device_tile, rule)
         self.watch = Watch()
         self.about = self.watch.about
         self.one_at_a_time = threading.Lock()
@@ -348,11 +332,8 @@ class Mover:
 
     def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> Event:
         """Start to fill ``flat``, gathered weights of chunk ``index`` in a window, from a weights plane: the end of it.
-
-        The copies wait for the last use of the window's memory and for nothing else. Reading a file is waited for here.
-
-        Raises:
-            StorageError and whatever else can be told at once; then nothing is under way.
+        The copies wait for the last use of the window's memory and for nothing else. Reading a file is waited for here;
+        what can be told at once is raised, and then nothing is under way.
         """
         about = self.about(f"fetch from {plane.tier.value}", f"fetch chunk {index}", index)
         with torch.profiler.record_function("gemini::fetch"), about:

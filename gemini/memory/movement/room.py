@@ -31,10 +31,8 @@ _FROM_WINDOWS = frozenset({Turn.READERS, Turn.PREFETCHES, Turn.PINS})
 
 
 class _ForWindow(Want):
-    """Memory for a window: free bytes, or a parked frame of its size; or a place in memory of its own.
-
-    Args:
-        moment: of a fetch ahead, when it is needed; it leaves what others want soon.
+    """Memory for a window: free bytes, or a parked frame of its size; or a place in memory of its own. ``moment``: of a
+    fetch ahead, when it is needed; it leaves what others want soon.
     """
 
     def __init__(
@@ -112,10 +110,8 @@ class Room:
     # ---- what windows want --------------------------------------------------------------------------------------
 
     def populate(self, window: Window, holder: str, *, what: str, asking: frozenset[Turn] = NEEDED) -> None:
-        """Put memory behind a window, for ``holder``; others give way to it.
-
-        Raises:
-            BudgetExceeded: if what must stay leaves no room; nothing has changed.
+        """Put memory behind a window, for ``holder``; others give way to it. BudgetExceeded if what must stay leaves no
+        room; nothing has changed.
         """
         want = _ForWindow(self, window.num_bytes, holder, asking, what)
         if not self.ledger.obtain(want):
@@ -125,9 +121,7 @@ class Room:
 
     def populate_before(self, moment: int, window: Window) -> bool:
         """Put memory behind a window ahead of its use at ``moment``, from what is needed later; False if that is not
-        enough.
-
-        The policy chooses among what the plan lets go before that moment, so that no more moves than planned.
+        enough. The policy chooses among what the plan lets go before, so that no more moves than planned.
         """
         want = _ForWindow(self, window.num_bytes, "windows", WELCOME - OF_BUDGET, "", moment)
         if not self.ledger.obtain(want):
@@ -231,8 +225,8 @@ class Room:
         return self.is_apart
 
     def grow_again(self) -> None:
-        """Have the working set again in memory of the windows' own, of which models of the same budget had a part while
-        they computed. Nothing while some windows are read: their memory is one piece.
+        """Have the working set again, of which models of the same budget had a part while they computed. Nothing while
+        some windows are read: their memory is one piece.
         """
         tier, needed = self.tier, self.ledger.needs.get(self.tier, 0)
         missing = in_pages(needed - self.ledger.of_windows(tier))

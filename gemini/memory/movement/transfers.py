@@ -74,11 +74,7 @@ class Job(Event):
         super().finish(error)
 
     def wait(self) -> None:
-        """Block until the job is over: as long as it takes while anything goes on.
-
-        Raises:
-            GeminiError: if its thread is gone, or nothing goes on; else whatever the job raised.
-        """
+        """Block until the job is over, and raise what it raised. GeminiError if its thread is gone or nothing goes on."""
         self.wait_until_over()
         if self._error is not None:
             # The error itself and not one around it: callers tell a full disk from a fault.
@@ -323,13 +319,8 @@ class Held(NamedTuple):
 
 
 class Transfer(Job):
-    """Bytes on their way. Begun and ended by the training thread; its job runs on its lane's.
-
-    Args:
-        lane: where it is made.
-        deadline: when it is needed, in whatever unit is that lane's: the smallest goes first.
-        key: what it is known by in its lane; itself if that is left out.
-        of: what it moves, for whoever submits it.
+    """Bytes on their way. Begun and ended by the training thread; its job runs on its lane's, the smallest deadline (in
+    whatever unit is that lane's) first. ``key``: what it is known by there, by default itself; ``of``: what it moves.
     """
 
     what = "a transfer"
@@ -392,9 +383,7 @@ class Transfer(Job):
 
 
 class Transfers:
-    """The transfers of one model, on the lanes that there are. The list is the training thread's; threads of lanes
-    never look at it.
-    """
+    """The transfers of one model, on the lanes that there are. Threads of lanes never look at the list."""
 
     def __init__(self, mover: Mover, lanes: Collection[Lane] = ()):
         self.beside = bool(lanes)
