@@ -204,14 +204,6 @@ time.sleep(60)
     assert free() >= 15 * MIB
 
 
-def test_a_mapped_range_is_the_file(tmp_path: Path) -> None:
-    spill = SpillFile(tmp_path, 16 * PAGE)
-    data = noise(4 * PAGE)
-    spill.write(data, 8 * PAGE)
-    assert torch.equal(spill.map(4 * PAGE, 8 * PAGE), data)
-    spill.close()
-
-
 def test_a_forked_child_neither_ends_nor_hangs_it(tmp_path: Path) -> None:
     done = run_python(
         """

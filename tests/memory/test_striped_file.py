@@ -52,9 +52,6 @@ def test_what_is_read_is_what_was_written(seed: int, drives: list[Path]) -> None
             event, *_ = under_way[-1]
             event.wait()
             assert event.is_complete() and memory.numpy().tobytes() == expected[first * PAGE : first * PAGE + size]
-        view = file.map(size, start + first * PAGE)
-        assert view.numpy().tobytes() == expected[first * PAGE : first * PAGE + size]
-        view.fill_(0)  # of the view alone
     again = host_bytes(PAGES * PAGE)
     file.read(again, start)
     assert again.numpy().tobytes() == bytes(expected)
