@@ -24,7 +24,7 @@ from gemini.optim.around import rule_for
 from gemini.ranks.group import Ranks, join
 from gemini.ranks.wire import Wire
 from gemini.rules import UpdateRule
-from gemini.train.activations.store import make_activation_store
+from gemini.train.activations.store import ActivationStore
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.gradients.scaling import Scaling
 from gemini.train.gradients.store import GradientStore
@@ -140,7 +140,7 @@ class Engine:
         """Do own work in turn, and inside ``around``, for whoever looks at what is alive at every moment (a tracer)."""
         self.forward.observers.set_apart(around)
         self.backward.gradients.synchronous = around is not None
-        self.activations.do_in_turn(around is not None)
+        self.activations.flights.in_turn = around is not None or not self.store.transfers.beside
 
     def check_invariants(self) -> None:
         """Assert what must hold between steps; for tests."""
@@ -210,7 +210,7 @@ def _make_parts(built: Built, config: GeminiConfig, ranks: Ranks, rule: UpdateRu
     knows_all = not ranks.slice_ or ranks.is_one_model
     norms = GradientNorms(params.handles, slices, stages, copies=copies, knows_all=knows_all)
     gradients = GradientStore(params.handles, store, norms, working_set=working_set)
-    activations = make_activation_store(store, calls, built.decision.offload_activations)
+    activations = ActivationStore(store, calls, built.decision.offload_activations)
     scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
     transient = config.gradients == "transient"
     sink = GradientSink(params, store, state, updates, gradients, scaling, transient=transient)

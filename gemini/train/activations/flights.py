@@ -96,7 +96,7 @@ class Flights:
     """
 
     def __init__(self, store: ChunkStore, tier: Tier):
-        self.in_turn = False
+        self.in_turn = not store.transfers.beside
         """Whether moves are made in turn: then nothing is begun here."""
         self._device, self._mover, self._file = store.device, store.mover, store.files.get(tier)
         self._ledger, self._transfers = store.ledger, store.transfers
@@ -357,8 +357,8 @@ class Flights:
 
     def end_backward(self) -> None:
         """End what is on its way back: nothing is asked for until another backward."""
-        while self.restoring:
-            self._end_one()
+        for flight in reversed(list(self.restoring.values())):
+            self.take_back(flight)
         self.reap()
         self._trim()
 
@@ -431,20 +431,14 @@ class Flights:
         """Give back some memory: parked buffers, else those of one flight; False if there are none."""
         if self._trim():
             return True
-        is_any = self._end_one()
-        self._trim()
-        return is_any
-
-    def _end_one(self) -> bool:
-        """End one flight; False if there is none."""
+        is_any = bool(self.restoring or self.saving)
         if self.restoring:
             # The last one: it is needed latest.
             self.take_back(next(reversed(self.restoring.values())))
-        elif self.saving:
-            self._end_oldest()
         else:
-            return False
-        return True
+            self._end_oldest()
+        self._trim()
+        return is_any
 
     def drain(self) -> None:
         """Wait until nothing is in flight, whatever became of it."""

@@ -44,11 +44,14 @@ _BETWEEN = (torch.autograd.function.__file__, saved_weights.__file__)
 
 class ActivationStore:
     """The store of the checkpointed activations of one model. Open while its outermost forward runs. Called by the
-    threads that run it and its backward; only :meth:`Offloaded.let_go` comes from anywhere. ``tier``: where they wait;
-    that which computes: they stay where they are.
+    threads that run it and its backward; only :meth:`Offloaded.let_go` comes from anywhere. ``wanted``: the
+    ``offload_activations`` of the config or the plan.
     """
 
-    def __init__(self, store: ChunkStore, calls: Calls, tier: Tier):
+    def __init__(self, store: ChunkStore, calls: Calls, wanted: str | None):
+        tier = Tier(wanted or store.device.tier)
+        if wanted and tier is store.device.tier:
+            warn(f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already")
         # Notes of finalizers: a deque, since adding to it is one C call and takes no lock.
         self.gone: deque[Gone] = deque()
         self.offloads = tier is not store.device.tier
@@ -65,12 +68,6 @@ class ActivationStore:
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self.flights = Flights(store, tier)
-        self._overlaps = store.transfers.beside
-        self.do_in_turn(False)
-
-    def do_in_turn(self, in_turn: bool) -> None:
-        """From now on move at once, or no longer: for who looks at what is alive at every moment."""
-        self.flights.in_turn = in_turn or not self._overlaps
 
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
@@ -271,14 +268,6 @@ class ActivationStore:
                 laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)
                 return laid_out.copy_(out)
             return out
-
-
-def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None) -> ActivationStore:
-    """The store of activations that the config or the plan wants with ``offload_activations``."""
-    if wanted is not None and Tier(wanted) is store.device.tier:
-        warn(f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already")
-        wanted = None
-    return ActivationStore(store, calls, store.device.tier if wanted is None else Tier(wanted))
 
 
 def saved_by_checkpointing(depth: int) -> bool:

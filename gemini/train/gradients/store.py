@@ -65,12 +65,11 @@ class _Straight(Transfer):
 
     def __init__(self, chunk: Chunk, grad: torch.Tensor, held: Held):
         super().__init__(Lane.LANDING, of=chunk)
-        self.grad: torch.Tensor | None = grad
-        self.held = held
+        self.grad, self.held = [grad], held
 
     def give_back(self) -> None:
         # The memory before its bytes: who finds these free allocates.
-        self.grad = None
+        self.grad.clear()
         super().give_back()
 
 
@@ -81,22 +80,6 @@ class _GradPlace(NamedTuple):
     lost: torch.Tensor | None = None  # what rounding a sum to view loses, where that is kept
     home: torch.Tensor | None = None
     """In the plane, where the device copies to it and what leaves the device is just what it holds."""
-
-
-class _StagedWay(NamedTuple):
-    """The way through staging into the grad planes of a chunk."""
-
-    planes: tuple[Plane, ...]
-    outbound: frozenset[int]
-    """The areas in which tiles of those planes are made that the host does not work on in place."""
-    areas: tuple[int, ...]
-    """Areas that planes do not take. One tile is worked on, so one less than that are on their way."""
-
-    @classmethod
-    def of(cls, chunk: Chunk, num_areas: int) -> _StagedWay:
-        planes = tuple(chunk.planes[kind] for kind in GRADS if kind in chunk.planes)
-        outbound = frozenset(number for number, plane in enumerate(planes, 1) if plane.host_view(0, 0) is None)
-        return cls(planes, outbound, tuple(area for area in range(num_areas) if area not in outbound))
 
 
 class GradientStore:
@@ -172,7 +155,7 @@ class GradientStore:
             if not behind:
                 error = self._transfers.wait(landing, *WAIT_FOR_LANDING)
                 self._transfers.end(landing)
-                if error is not None:
+                if error:
                     handle.norm_sums = None
                     raise error
             return
@@ -261,8 +244,8 @@ class GradientStore:
         What has failed stays, to be told by :meth:`drain`.
         """
         found = False
-        while (first := next(iter(self.landing.values()), None)) is not None and first.is_over():
-            if first.outcome() is not None:
+        for first in list(self.landing.values()):
+            if not first.is_over() or first.outcome():
                 break
             self._transfers.end(first)
             found = True
@@ -274,13 +257,12 @@ class GradientStore:
         """
         if self._reap():
             return True
-        waiting = next((landing for landing in self.landing.values() if not landing.is_over()), None)
-        if waiting is not None:
-            error = self._transfers.wait(waiting, *WAIT_FOR_LANDING)
-            if error is not None:
+        for waiting in [landing for landing in self.landing.values() if not landing.is_over()][:1]:
+            if error := self._transfers.wait(waiting, *WAIT_FOR_LANDING):
                 raise error
             self._reap()
-        return waiting is not None
+            return True
+        return False
 
     def knows_sums(self, handles: list[ParamHandle]) -> bool:
         """Whether the sums of these gradients are numbers on the host already."""
@@ -292,7 +274,7 @@ class GradientStore:
         StorageError and whatever else kept a gradient from landing.
         """
         for landing in list(self.landing.values()) if self.landing else ():
-            if landing.copies is DONE and self._transfers.wait(landing, *WAIT_FOR_LANDING) is not None:
+            if landing.copies is DONE and self._transfers.wait(landing, *WAIT_FOR_LANDING):
                 self.drain()
 
     def drain(self) -> None:
@@ -345,10 +327,14 @@ class GradientStore:
         """
         index, staging = chunk.spec.index, self._mover.own_staging()
         # The same in every step, until the planes change.
-        way = chunk.prepared.get(_StagedWay)
-        if way is None:
-            way = chunk.prepared[_StagedWay] = _StagedWay.of(chunk, staging.num_scratch)
-        planes, outbound, areas = way
+        if GRADS not in chunk.prepared:
+            planes = _grad_planes(chunk)
+            # Areas in which tiles of planes are made that the host does not work on in place, and those that are left:
+            # one tile is worked on, so one less than these are on their way.
+            outbound = {number for number, plane in enumerate(planes, 1) if plane.host_view(0, 0) is None}
+            areas = [area for area in range(staging.num_scratch) if area not in outbound]
+            chunk.prepared[GRADS] = planes, outbound, areas
+        planes, outbound, areas = chunk.prepared[GRADS]
         crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
         # An area has room for fp32: of what is narrower more than a tile comes at once, where it need not be staged.
         piece = self._mover.tile if outbound else self._mover.tile * 4 // flat.element_size()
@@ -388,7 +374,7 @@ class GradientStore:
     def _land_tile(
         self,
         staging: StagingSet,
-        planes: tuple[Plane, ...],
+        planes: list[Plane],
         base: int,
         coming: deque[tuple[int, int, torch.Tensor, Event]],
         adding: bool,
@@ -439,7 +425,7 @@ class GradientStore:
         # Its landing may still be under way.
         self.drain()
         part, sums = handle.part, []
-        planes = [handle.chunk.planes[kind] for kind in GRADS if kind in handle.chunk.planes]
+        planes = _grad_planes(handle.chunk)
         for start, stop in tiles(0, part.numel, self._mover.tile):
             ends = [part.start + start + plane.page_up(stop - start) for plane in planes]
             own = [
@@ -481,6 +467,10 @@ class GradientStore:
             had = handle.has_grad or handle.leftover is not Leftover.NOTHING
             handle.leftover = leftover if had else Leftover.NOTHING
             handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
+
+
+def _grad_planes(chunk: Chunk) -> list[Plane]:
+    return [chunk.planes[kind] for kind in GRADS if kind in chunk.planes]
 
 
 def _keep(into: torch.Tensor, lost: torch.Tensor | None, flat: torch.Tensor, adding: bool) -> kernels.Sums:
