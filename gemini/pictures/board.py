@@ -17,7 +17,7 @@ from typing import Any
 
 from gemini.errors import human_bytes
 from gemini.pictures import series
-from gemini.planning.timeline import Span, Timeline, Track, human_seconds
+from gemini.planning.timeline import Span, Timeline, Track
 from gemini.tiers import Tier
 
 INK, FAINT = "#101114", "#8a8d94"
@@ -202,19 +202,11 @@ def _axes(figure: Any, left: float, top: float, width: float, height: float) -> 
 
 
 def _heading(figure: Any, timeline: Timeline, left: float) -> None:
-    parts = [f"step {human_seconds(timeline.step_seconds)}"]
-    if timeline.tokens and timeline.step_seconds:
-        rate = timeline.tokens_per_second
-        parts.append(f"{rate:,.4g} tokens/s" if rate < 1000 else f"{rate:,.0f} tokens/s")
-    if timeline.flops and timeline.step_seconds:
-        parts.append(f"{timeline.flops / timeline.step_seconds / 1e12:,.3g} TFLOP/s per rank")
-    if timeline.spans:
-        parts.append(f"busiest: {timeline.bound_by.value}")
-    title = f"{timeline.source.capitalize()}: {timeline.title}"
-    title = title if len(title) <= 82 else title[:80] + "…"
+    title = timeline.title if len(timeline.title) <= 82 else timeline.title[:80] + "…"
+    words = f"{timeline.summary}; busiest: {timeline.bound_by.value}"
     width, height = figure.get_size_inches()
     figure.text(left / width, 1 - 0.24 / height, title, fontsize=11.5, fontweight="bold", color=INK)
-    figure.text(left / width, 1 - 0.44 / height, ", ".join(parts), fontsize=9.5, color=INK)
+    figure.text(left / width, 1 - 0.44 / height, words, fontsize=9.5, color=INK)
 
 
 def _phases(axes: Any, timeline: Timeline, end: float) -> None:

@@ -88,21 +88,8 @@ WHOLE_TEMPORARIES = 4
 """fp32 values for each element of a param that an update of whole params may take beside planes: its master joined, its
 gradient in fp32, and what is computed of them. Only one such update is computed at a time.
 """
-_TAKEN = (
-    "weights",
-    "residual",
-    "grad",
-    "grad_error",
-    "step",
-    "master",
-    "windows",
-    "pool",
-    "staging",
-    "exchange",
-    "activations",
-    "factors",
-    "temporaries",
-)
+_TAKEN = {WEIGHTS, RESIDUAL, *GRADS, "step", "master", "windows", "pool", "staging", "exchange"}
+_TAKEN |= {"activations", "factors", "temporaries"}
 """What is called so is something else, in states or among the holders of a budget."""
 
 

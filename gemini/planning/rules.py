@@ -17,7 +17,6 @@ near 1, and updates at lr 1e-5 would be lost in them. They are less than a thous
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -121,11 +120,6 @@ def scale_of(kind: PlaneKind) -> PlaneKind:
 
 def compact(rule: RuleSpec) -> RuleSpec:
     """The rule with compact states. Raises ValueError for one that has no such form, naming those that do."""
-    return _compact(rule, SMALLEST)
-
-
-@lru_cache(maxsize=64)
-def _compact(rule: RuleSpec, smallest: int) -> RuleSpec:
     squares = next((entry.squares for entry in RULES.values() if entry.spec == rule), None)
     if squares is None:
         known = ", ".join(entry.spec.name for entry in RULES.values() if entry.squares is not None)
@@ -133,7 +127,7 @@ def _compact(rule: RuleSpec, smallest: int) -> RuleSpec:
     codes = [PlaneSpec(spec.kind, "uint8" if spec.kind in squares else "int8") for spec in rule.planes]
     scales = [PlaneSpec(scale_of(spec.kind), "uint8", BLOCK) for spec in rule.planes]
     name = f"{rule.name}, compact"
-    return RuleSpec(name, (*codes, *scales), "place", residual="int8", exact=rule, smallest=smallest, codes=CODES)
+    return RuleSpec(name, (*codes, *scales), "place", residual="int8", exact=rule, smallest=SMALLEST, codes=CODES)
 
 
 def spec_for(rule: RuleSpec, states: str, precision: str | None) -> RuleSpec:

@@ -23,6 +23,7 @@ from gemini.planning.layout import block_of
 from gemini.planning.plan import Plan, standing, window_room
 from gemini.planning.planes import GRAD, GRADS, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import TRACKS, Track
+from gemini.planning.trace import chunks_of_params
 from gemini.planning.traffic import fetch_traffic, gradient_traffic, path, update_tier, update_traffic
 from gemini.planning.working import TILE, device_tile_numel, waiting_gradients
 from gemini.tiers import BOUNDARIES, Boundary, Tier
@@ -142,16 +143,12 @@ class Work:
     @cached_property
     def launching(self) -> tuple[float, ...]:
         """One per moment: seconds of the thread that launches it."""
-        moving, leaving = set[str](), set[str]()
-        for index, chunk in enumerate(self.plan.layout.chunks):
-            names = [slot.name for slot in chunk.slots]
-            moving.update(names if index in self.moving else ())
-            leaving.update(names if self.plan.placement.homes[index].get(GRAD) is not self.problem.compute else ())
-        params, found = [param.name for param in self.plan.trace.params], []
+        chunk_of, homes = chunks_of_params(self.plan.trace, self.plan.layout), self.plan.placement.homes
+        leaves = [own.get(GRAD) is not self.problem.compute for own in homes]
+        found = []
         for moment in self.plan.trace.moments:
-            hooked = sum(params[p] in moving for p in moment.params) + sum(
-                params[p] in leaving for p in moment.gradients
-            )
+            hooked = sum(chunk_of[p] in self.moving for p in moment.params)
+            hooked += sum(leaves[chunk_of[p]] for p in moment.gradients)
             found.append(self._costs.launching(moment, hooked, measured=self._measured))
         return tuple(found)
 
@@ -249,20 +246,14 @@ class Work:
         waiting = waiting_gradients(problem.layout, compute_itemsize(problem.precision))
         return max(problem.in_flight, waiting) + max(problem.budgets[tier] - self.plan.bytes_per_tier.get(tier, 0), 0)
 
-    @cached_property
-    def activations_at(self) -> Tier | None:
-        """Where checkpointed activations wait, if it is not where they are."""
-        wanted = self.plan.offload_activations
-        return None if wanted is None or Tier(wanted) is self.problem.compute else Tier(wanted)
-
     def carried_bytes(self, moment: int, *, back: bool) -> int:
         """Bytes of inputs of checkpointed blocks that are taken away after a moment, or brought ``back`` before it."""
         traced = self.plan.trace.moments[moment]
-        return 0 if self.activations_at is None else traced.restored_bytes if back else traced.saved_bytes
+        return 0 if self.problem.offload_to is None else traced.restored_bytes if back else traced.saved_bytes
 
     def carry(self, moment: int, *, back: bool) -> tuple[Hop, ...]:
         """Doing so."""
-        away, num_bytes = self.activations_at, self.carried_bytes(moment, back=back)
+        away, num_bytes = self.problem.offload_to, self.carried_bytes(moment, back=back)
         if away is None or not num_bytes:
             return ()
         ways = path(away, self.problem.compute) if back else path(self.problem.compute, away)
@@ -358,7 +349,7 @@ class Graph:
 
     def carried(self, moment: int, tasks: list[int], *, back: bool) -> None:
         """Activations are taken away by ``tasks``, or ``back``: while they are on their way they are in both places."""
-        here, away = self.work.problem.compute, self.work.activations_at
+        here, away = self.work.problem.compute, self.work.problem.offload_to
         if not tasks or away is None:
             return
         num_bytes = self.work.carried_bytes(moment, back=back)

@@ -219,12 +219,7 @@ def simulate(
 
 def _check(plan: Plan, hardware: Hardware, local_ranks: int) -> None:
     """Refuse what cannot be played."""
-    moments = plan.trace.moments
-    if not moments:
-        raise PlanMismatch(
-            f"the trace of {plan.trace.model} has no moments: there is no step to simulate. Trace it anew"
-        )
-    if not any(moment.seconds or moment.flops or moment.touched_bytes for moment in moments):
+    if not any(moment.seconds or moment.flops or moment.touched_bytes for moment in plan.trace.moments):
         raise PlanMismatch(
             f"the trace of {plan.trace.model} says what is read in each moment, but not how much work it is: make one "
             "with gemini.trace, or record one with gemini.MemoryTracer"

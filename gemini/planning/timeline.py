@@ -124,14 +124,19 @@ class Timeline(Document, kind="timeline"):
         """The track that is busiest. To make a step faster, speed this up first."""
         return max(self.busy.items(), key=lambda item: item[1], default=(Track.COMPUTE, 0.0))[0]
 
-    def __str__(self) -> str:
-        """Step time, what bounds it, where it waited, what moved, and each tier's peak."""
+    @property
+    def summary(self) -> str:
+        """Step time and rates."""
         summary = f"{self.source} step {human_seconds(self.step_seconds)}" if self.step_seconds else "an empty step"
         if self.step_seconds and self.tokens:
             summary += f", {self.tokens_per_second:,.0f} tokens/s"
         if self.step_seconds and self.flops:  # a recorded step knows them only with a trace
             summary += f", {self.flops / self.step_seconds / 1e12:.4g} TFLOP/s per rank"
-        lines = [f"{self.title}: {summary}"]
+        return summary
+
+    def __str__(self) -> str:
+        """Step time, what bounds it, where it waited, what moved, and each tier's peak."""
+        lines = [f"{self.title}: {self.summary}"]
         busy = ", ".join(f"{track.value} {human_seconds(s)}" for track, s in self.busy.items())
         lines.append(f"busy: {busy or 'nothing'}")
         stalls = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self.stalls.items() if s > 0)

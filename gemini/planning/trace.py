@@ -249,18 +249,10 @@ class MemoryTrace(Document, kind="trace"):
 
     def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, rule: RuleSpec = ADAM) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
-        specs = [
-            ParamSpec(
-                p.name,
-                p.numel,
-                p.trainable,
-                rule.keeps_exact(p.shape, trainable=p.trainable, fp32=p.fp32),
-                p.apart,
-                p.coded,
-                p.fp32,
-            )
-            for p in self.params
-        ]
+        specs = []
+        for p in self.params:
+            exact = rule.keeps_exact(p.shape, trainable=p.trainable, fp32=p.fp32)
+            specs.append(ParamSpec(p.name, p.numel, p.trainable, exact, p.apart, p.coded, p.fp32))
         return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=rule.align)
 
     def check_same_model(self, other: MemoryTrace, *, what: str) -> None:

@@ -43,14 +43,15 @@ def test_a_png_is_one(tmp_path: Path) -> None:
 def test_an_svg_says_what_there_is(tmp_path: Path) -> None:
     texts = texts_of(draw(tmp_path / "step.svg", toy(), toy("measured", 1.3)).read_bytes())
     for wanted in (
-        "Predicted: Toy <model> & co on standin", "Measured: Toy <model> & co on standin", "forward", "backward",
+        "Toy <model> & co on standin", "forward", "backward",
         "GPU memory: peak 2 MiB of 3 MiB (67%)", "Host memory: peak 9 MiB of 64 MiB (14%)",
         "NVMe: peak 6 MiB of 8 MiB (75%)", "budget", "compute", "update", "host to gpu", "nvme read", "in", "out",
         "evicted", "milliseconds since the step began", "held by", "windows", "exp_avg_sq", "what tracks do", "waiting",
         "fetch weights", "2 MiB",
     ):  # fmt: skip
         assert wanted in texts, wanted
-    assert any(text.startswith("step 12 ms, 2,000 tokens/s") for text in texts)
+    assert any(text.startswith("predicted step 12 ms, 2,000 tokens/s") for text in texts)
+    assert any(text.startswith("measured step 13.8 ms, ") for text in texts)
     assert "gpu to host" not in texts, "a track that nothing runs on has no row"
 
 
