@@ -12,6 +12,7 @@ Every wait ends: a rank that died closes its connections, one that hangs runs in
 from __future__ import annotations
 
 import re
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from gemini.errors import GeminiError, RankLost
+from gemini.memory.devices.device import Event
 from gemini.waiting import PROGRESS
 
 
@@ -41,23 +43,34 @@ class Tag(IntEnum):
     EXPERTS = 9  # tokens on their way to experts (ep)
 
 
-class Pending:
-    """Messages under way. They must be waited for before their tensors are used again."""
+class Pending(Event):
+    """The end of messages on the wire, which must be waited for before their tensors are used again. Who waits first
+    looks after them; any thread may. If a rank does not answer within the process group's time it ends as RankLost.
+    """
 
     def __init__(self, works: list[tuple[int, Any]], who: Sequence[int], what: str):
-        self._works, self._who, self._what = works, who, what
+        super().__init__()
+        self._works, self._who, self.what = works, who, what
+        self._turn = threading.Lock()
 
     def wait(self) -> None:
-        """Block until everything was sent and received. Raises RankLost, naming the rank that did not answer."""
-        while self._works:
-            peer, work = self._works[0]
-            try:
-                with PROGRESS.elsewhere():
-                    work.wait()
-            except RuntimeError as e:
-                raise lost(self._who[peer], self._what, e) from e
-            # Only when it is over: a wait that was interrupted can be made again.
-            self._works.pop(0)
+        # Two threads may want the same weights: the second one finds them there, or the same error.
+        with self._turn:
+            while self._works and self._error is None:
+                peer, work = self._works[0]
+                try:
+                    with PROGRESS.elsewhere():
+                        work.wait()
+                except RuntimeError as e:
+                    self._error = lost(self._who[peer], self.what, e)
+                    self._error.__cause__ = e
+                    break
+                # Only when it is over: a wait that was interrupted can be made again.
+                self._works.pop(0)
+            if not self.is_complete():
+                self.finish(self._error)
+        if self._error is not None:
+            raise self._error
 
 
 def lost(rank: int | None, what: str, cause: BaseException) -> GeminiError:

@@ -40,35 +40,9 @@ from gemini.memory.movement.transfers import Job, Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.script import Gather, Script
 from gemini.planning.timeline import Track
-from gemini.ranks.wire import Pending, Tag, Wire
+from gemini.ranks.wire import Tag, Wire
 
 STREAM = "collectives"
-
-
-class Arrival(Event):
-    """The end of messages on the wire. Who waits first looks after them; any thread may. How long that takes is the
-    process group's; if a rank does not answer, it ends as RankLost.
-    """
-
-    what = "an all-gather"
-
-    def __init__(self, pending: Pending):
-        super().__init__()
-        self._pending = pending
-        self._turn = threading.Lock()
-
-    def wait(self) -> None:
-        # Two threads may want the same weights: the second one finds them there, or the same error.
-        with self._turn:
-            if not self.is_complete():
-                try:
-                    self._pending.wait()
-                except GeminiError as e:
-                    self.finish(e)
-                    raise
-                self.finish()
-        if self._error is not None:
-            raise self._error
 
 
 class Channel:
@@ -101,7 +75,7 @@ class Channel:
     def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
         """Begin to fill the window of a chunk when ``ready`` is complete; the end of that. Called by the launcher."""
         with torch.profiler.record_function("gemini::all_gather"), self.during(Track.GATHER, chunk):
-            return Arrival(self.wire.begin_all_gather(Tag.ALL_GATHER, chunk.flat, f"the all-gather of {chunk.name}"))
+            return self.wire.begin_all_gather(Tag.ALL_GATHER, chunk.flat, f"the all-gather of {chunk.name}")
 
     def launch_reduce(self, chunk: Chunk, whole: torch.Tensor, ready: Event) -> Event:
         """Begin to add up the gradients of a chunk when ``ready`` is complete, as far as that goes without host memory
