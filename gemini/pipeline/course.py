@@ -30,32 +30,25 @@ from gemini.train.passes.again import marks_of
 
 
 class Course(NamedTuple):
-    """The way of a forward.
-
-    Attributes:
-        twin: the model on the meta device.
-        blocks: names of the blocks, in their order.
-        before, after: names of the outermost modules with params of their own that run before the first block, and
-            after the last one.
-        num_given: of each block, the length of the tuple, beginning with the hidden states, that it gives; 0 if it
-            gives them alone.
-        width: of hidden states.
-        flops: of each block, and at last of what comes after them.
-        is_random: whether a forward draws random numbers.
-        reads_labels: whether something before the end of the blocks reads labels.
-        readable: names in what forward returns that are of what comes after the blocks; None if it has no names.
-    """
+    """The way of a forward, by names of modules."""
 
     twin: nn.Module
+    """The model on the meta device."""
     blocks: tuple[str, ...]
     before: tuple[str, ...]
+    """The outermost modules with params of their own that run before the first block."""
     after: tuple[str, ...]
     num_given: tuple[int, ...]
+    """Of each block, the length of the tuple, beginning with the hidden states, that it gives; 0 for these alone."""
     width: int
+    """Of hidden states."""
     flops: tuple[int, ...]
+    """Of each block, and at last of what comes after them."""
     is_random: bool
     reads_labels: bool
+    """Whether something before the end of the blocks reads labels."""
     readable: frozenset[str] | None
+    """Names in what forward returns that are of what comes after the blocks; None if it has no names."""
 
 
 OF_STAGES = ("blocks", "before", "after", "num_given", "reads_labels", "readable")
@@ -95,7 +88,7 @@ def course_of(
         try:
             with flow:
                 output = fake(**inputs)
-                readable = readable_in(output, flow.is_of_last)
+                readable = flow.readable_in(output)
                 loss_of(fake, output, loss_from)
         except GeminiError:
             raise
@@ -141,8 +134,7 @@ def course_of(
         twin = copy.deepcopy(model, on_meta(model))
     except Exception as e:
         raise GeminiError(f"{type(model).__name__} cannot be copied: {type(e).__name__}: {e}") from e
-    told = flow.is_random, flow.reads_early, readable
-    return Course(twin, blocks, before, after, num_given, width, weights, *told)
+    return Course(twin, blocks, before, after, num_given, width, weights, flow.is_random, flow.reads_early, readable)
 
 
 def _numbers_to_come() -> Any:
@@ -193,21 +185,17 @@ class Flow(TorchDispatchMode):
 
     A *part* is a block, or an outermost module with params that runs before all blocks or after them. What is computed
     outside of parts runs in every stage.
-
-    Attributes:
-        order: names of the parts and of modules with params inside, in the order they began.
-        flops: of each part, by the module that began last.
-        is_random: whether an operation draws random numbers.
-        reads_early: whether something of ``late`` is read before the last block has ended.
-        gives: what each part gives.
-        fault: what the forward does that stages cannot; the first that was found.
     """
 
     def __init__(self, runner: FakeRunner, model: nn.Module, blocks: Sequence[str], late: Sequence[torch.Tensor] = ()):
         super().__init__()
         self._late, self.reads_early = {_key(tensor) for tensor in late}, False
-        self.order, self.flops, self.gives = list[str](), Counter[str](), dict[str, Any]()
+        """Whether something of ``late`` is read before the last block has ended."""
+        self.order = list[str]()
+        """The parts and modules with params inside, in the order they began."""
+        self.flops, self.gives = Counter[str](), dict[str, Any]()
         self.is_random, self.fault = False, ""
+        """What the forward does that stages cannot; the first that was found."""
         self._runner, self._blocks = runner, tuple(blocks)
         self._open: list[str] = []
         self._after: set[str] = set()
@@ -322,9 +310,17 @@ class Flow(TorchDispatchMode):
             return True  # before the blocks, or between them: nobody sees it unless a part reads it
         return source == self._blocks[-1] or source in self._after
 
-    def is_of_last(self, tensor: torch.Tensor) -> bool:
-        """Whether the last stage makes it, of what a forward has returned."""
-        return all(self._may_read(source, "") for source in self._made.get(_key(tensor), ()))
+    def readable_in(self, output: Any) -> frozenset[str] | None:
+        """Names in what a forward returned whose values the last stage makes; None if it has no names."""
+
+        def is_own(leaf: Any) -> bool:
+            if isinstance(leaf, torch.Tensor):
+                return all(self._may_read(source, "") for source in self._made.get(_key(leaf), ()))
+            return leaf is None or isinstance(leaf, (int, float, str))
+
+        if not isinstance(output, dict):  # a ModelOutput is one
+            return None
+        return frozenset(name for name, value in output.items() if all(map(is_own, tree_leaves(value))))
 
     def _found(self, fault: str) -> None:
         self.fault = self.fault or fault
@@ -354,17 +350,3 @@ def _drops_something(func: Any, args: Any, kwargs: Any) -> bool:
     given = {own.name: own.default_value for own in func._schema.arguments}
     given |= dict(zip(given, args, strict=False)) | kwargs
     return bool(given.get("dropout_p", True))
-
-
-def readable_in(output: Any, is_own: Callable[[torch.Tensor], bool]) -> frozenset[str] | None:
-    """Names in what a forward returned whose values are all in tensors that ``is_own``; None if it has no names."""
-    if not isinstance(output, dict):  # a ModelOutput is one
-        return None
-    plain = (int, float, str, type(None))
-    return frozenset(
-        name
-        for name, value in output.items()
-        if all(
-            is_own(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, plain) for leaf in tree_leaves(value)
-        )
-    )

@@ -40,7 +40,7 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, as_tiles, tile_sizes
 from gemini.tracing.meter import Target, make_target, tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
-from gemini.train.context import imagine_parts, part_of
+from gemini.train.context import ContextParallel, ImaginedExchange, part_of
 from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept
 from gemini.train.modules import token_tiles
@@ -215,7 +215,8 @@ def trace(
             if tiles is not None:
                 token_tiles.tile_tokens(fake, tiles)
             if context_parallel > 1:
-                imagine_parts(fake, context_parallel, context_attention, sent, slices=tensor_parallel)
+                exchange = ImaginedExchange(context_parallel, sent)
+                ContextParallel(fake, exchange, context_attention, tensor_parallel).put()
             if precision != "fp32":
                 inputs = cast_floats(inputs, COMPUTE_DTYPES[precision], but=TARGETS)
                 cast_where_they_meet(fake, kept, COMPUTE_DTYPES[precision])

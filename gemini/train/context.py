@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from gemini.errors import GeminiError, RankMismatch
 from gemini.ranks.agree import Facts, agree, checksum_of
-from gemini.ranks.group import Ranks, place_in, size_of
+from gemini.ranks.group import place_in, size_of
 from gemini.ranks.wire import Tag, Wire, add_up
 from gemini.train.modules.reading import compiled_part
 
@@ -460,24 +460,6 @@ def _rope_types(rope: Any) -> Iterator[str]:
 
 
 _LOSS = "ForCausalLMLoss"
-
-
-def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[], object]) -> ContextParallel:
-    """Let ``model`` compute the parts of sequences that its ranks have; ``meet`` as :class:`Exchange` says. Raises as
-    :class:`ContextParallel`.
-    """
-    exchange = Exchange(ranks.context, meet)
-    slices = 1 if ranks.parts.size == 1 else ranks.same_batch.size
-    divided = ContextParallel(model, exchange, kind, slices)
-    divided.put()
-    return divided
-
-
-def imagine_parts(model: nn.Module, size: int, kind: str, sent: Counter[str], *, slices: int = 1) -> None:
-    """Let a model without values compute the last of ``size`` parts of a sequence, to be traced; ``sent``: see
-    :class:`ImaginedExchange`. Raises as :class:`ContextParallel`.
-    """
-    ContextParallel(model, ImaginedExchange(size, sent), kind, slices).put()
 
 
 class ContextParallel:

@@ -23,7 +23,7 @@ from gemini.ranks.agree import Point
 from gemini.ranks.group import Ranks
 from gemini.sharing import joining
 from gemini.train.checkpoint.write import pending_in
-from gemini.train.context import divide_sequences
+from gemini.train.context import ContextParallel, Exchange
 from gemini.train.engine import Engine, engine_of
 from gemini.train.modules.codes import prepare_layers
 from gemini.train.modules.reading import Structure, is_a, own_buffers
@@ -287,4 +287,8 @@ def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
         assert isinstance(found, Shards), "ranks with parts of a sequence share params"
         found.meet(Point.CONTEXT)
 
-    return _to_call(divide_sequences(model, engine.ranks, engine.config.context_attention, meet).take_away)
+    ranks = engine.ranks
+    slices = 1 if ranks.parts.size == 1 else ranks.same_batch.size
+    divided = ContextParallel(model, Exchange(ranks.context, meet), engine.config.context_attention, slices)
+    divided.put()
+    return _to_call(divided.take_away)

@@ -360,7 +360,7 @@ def refusals(hows: list[str]) -> list[str]:
         (
             2,
             {
-                "size": "has 3 experts, which is not a multiple of 2. Sizes that divide it: 3",
+                "size": "has 3 experts, which is not a multiple of 2",
                 "dense": "LlamaForCausalLM has no plan of transformers for dividing experts",
                 "adapters": "does not divide adapters of experts ('base_model.model.model.layers.0.mlp.experts')",
                 "seed": "'model.norm.weight' is not the same on all ranks of ep",

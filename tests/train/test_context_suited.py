@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.train.context import Attend, ImaginedExchange, imagine_parts, transformer_in
+from gemini.train.context import Attend, ContextParallel, ImaginedExchange, transformer_in
 from tests.models import llama
 
 SMALL: dict[str, Any] = {
@@ -85,13 +85,13 @@ def test_what_looks_along_the_sequence_is_refused_by_name(name: str) -> None:
 
 def test_heads_that_cannot_be_divided() -> None:
     with pytest.raises(GeminiError, match=r"divides 4 heads among cp=8 ranks, .* or set .gathered"):
-        imagine_parts(llama(), 8, "ulysses", Counter())
-    imagine_parts(llama(), 8, "auto", Counter())
+        ContextParallel(llama(), ImaginedExchange(8, Counter()), "ulysses").put()
+    ContextParallel(llama(), ImaginedExchange(8, Counter()), "auto").put()
 
 
 def test_a_part_of_the_model_alone_and_models_that_borrow_its_config() -> None:
     model: Any = llama()
-    imagine_parts(model, 2, "auto", Counter())
+    ContextParallel(model, ImaginedExchange(2, Counter()), "auto").put()
     ids = torch.ones(1, 4, dtype=torch.int64)
     with torch.no_grad(), pytest.raises(GeminiError, match="a part of a model under context parallel was called by"):
         model.model(ids)

@@ -23,7 +23,7 @@ from gemini.ranks.group import Ranks, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.modules.reading import is_a, is_tuner_layer, own_params
 from gemini.train.params.handle import TensorSlice
-from gemini.train.slices.slicing import WholeParams, refuse_differing, sizes_that_divide, style_of
+from gemini.train.slices.slicing import WholeParams, refuse_differing, style_of
 
 _WHAT = "an exchange of tokens (expert parallel)"
 
@@ -201,7 +201,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
             if param.shape[0] % size:
                 raise ValueError(
                     f"expert parallel over ep={size} ranks: {name} has {param.shape[0]} experts, which is not a "
-                    f"multiple of {size}. Sizes that divide it: {sizes_that_divide(param.shape[0])}"
+                    f"multiple of {size}"
                 )
             cuts[f"{name}.{own}"] = TensorSlice(tuple(param.shape), 0, 1, place_in(mesh, "ep"), size)
     if not cuts:

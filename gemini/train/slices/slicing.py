@@ -61,11 +61,6 @@ def style_of(plan: Mapping[str, str], name: str) -> str | None:
     return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
-def sizes_that_divide(number: int) -> str:
-    """List the sizes above one that divide ``number``, in words for an error."""
-    return ", ".join(str(n) for n in range(2, min(number, 64) + 1) if number % n == 0) or "none"
-
-
 class SlicePlan:
     """By the ends of names of modules their styles: of those that are cut by ``columns`` and by ``rows``, and of
     ``others``. ``counts``: the attributes that count heads or columns of this slice.
@@ -419,27 +414,23 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
             if length % size:
                 raise ValueError(
                     f"tensor parallel over {size} ranks: {full} has {length} elements along dim {cut.dim}, which is "
-                    f"not a multiple of {size}. Sizes that divide it: {sizes_that_divide(length)}"
+                    f"not a multiple of {size}"
                 )
             found[full] = cut
     return found
 
 
 def _check_heads(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
+    # An attention that is not cut may have any number of heads.
+    if not any(re.search(r"(q|k|v|qkv)_proj$|query_key_value$", name) for name in styles):
+        return
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None else None
-    heads = {
-        what: number
-        for what in ("num_attention_heads", "num_key_value_heads")
-        if isinstance(number := getattr(text, what, None), int)
-    }
-    # An attention that is not cut may have any number of heads.
-    cuts_heads = any(re.search(r"(q|k|v|qkv)_proj$|query_key_value$", name) for name in styles)
-    for what, number in heads.items() if cuts_heads else ():
-        if number % size:
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        number = getattr(text, what, None)
+        if isinstance(number, int) and number % size:
             raise ValueError(
-                f"tensor parallel over {size} ranks: the model has {what}={number}, which is not a multiple of {size}. "
-                f"Sizes that divide it: {sizes_that_divide(math.gcd(*heads.values()))}"
+                f"tensor parallel over {size} ranks: the model has {what}={number}, which is not a multiple of {size}"
             )
 
 
