@@ -8,7 +8,7 @@ import copy
 import math
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -80,7 +80,6 @@ _OURS = {
 }
 """Defaults that are not TRL's: that it has begun to learn is said at once, and a line is a line."""
 
-_OWN = {own.name for own in fields(GeminiArguments)}
 _KINDS = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "max_length"), at_least(1)),
     **dict.fromkeys(("gradient_accumulation_steps", "replicas", "tp", "cp", "ep"), at_least(1)),
@@ -139,10 +138,9 @@ class Parser(Refusing, _TrlParser):
 
     def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
         values, rest = self.parse_known_args(args)
-        for action in self._actions:  # argparse looks at choices of the command line, and not of YAML
-            value = getattr(values, action.dest, None)
-            if action.dest in _OWN and action.choices is not None and value not in (None, *action.choices):
-                self.error(f"--{action.dest} must be one of {', '.join(action.choices)}, got {value!r}")
+        if values.optimizer not in (None, *_FOR_JOBS):  # argparse looks at choices of the command line, and not of YAML
+            self.error(f"--optimizer must be one of {', '.join(_FOR_JOBS)}, got {values.optimizer!r}")
+        for action in self._actions:
             action.default = SUPPRESS
         self.said |= vars(self.parse_known_args(args)[0])
         return values, rest
@@ -183,11 +181,7 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
             )
     compiles, values.torch_compile = bool(values.torch_compile), False
     with refusing(asked.prog):
-        made: list[Any] = [
-            record(**{f.name: getattr(values, f.name) for f in fields(record) if f.init})
-            for record in asked.dataclass_types
-        ]
-        script, args, model, mixture, ours = made
+        script, args, model, mixture, ours = asked.parse_dict(vars(values), allow_extra_keys=True)
         config = config_of(args, ours, plan)
     options = Options(kind, script, args, model, mixture, ours, said, compiles, config)
     _check(options)

@@ -63,7 +63,7 @@ def test_a_plan_from_a_config_is_that_of_its_trace(gemini_command: Command, tiny
     gemini_command.ok("trace", tiny_config, "--out", out)
     by_config = gemini_command.told("plan", tiny_config, *sizes)
     by_trace = gemini_command.told("plan", tiny_config, "--trace", out, *sizes)
-    assert {**by_config, "changes": []} == {**by_trace, "changes": []}
+    assert {**by_config, "alternatives": []} == {**by_trace, "alternatives": []}
     cut = gemini_command("plan", tiny_config, "--layers", 1, "--trace", out, *sizes)
     refused(cut, f"--trace {out} is of another model", "'transformer.h.1.")
 
