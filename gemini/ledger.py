@@ -114,10 +114,8 @@ class Ledger:
     the books change in one statement that calls nothing, and Python looks for signals after calls.
 
     Reclaimers wait for workers, so workers are given what is free and ask nobody. They change the books of others, so
-    whoever else asks is the thread that trains, or must not run beside it.
-
-    Args:
-        pool: of the models with which this one shares its budget, if it does. Their parts are asked too.
+    whoever else asks is the thread that trains, or must not run beside it. ``pool``: of the models with which this one
+    shares its budget; their parts are asked too.
     """
 
     def __init__(self, budgets: dict[Tier, int], pool: Pool | None = None):
@@ -139,6 +137,8 @@ class Ledger:
         self.if_alone: Callable[[Callable[[], None]], None] = lambda function: function()
         """Runs a function for a thread that trains another model, unless a thread is at work in this one."""
         self.last_asked = 0
+        self.is_shared = pool is not None
+        """Whether other models may have the same budget."""
         self._pool = pool
         if pool is not None:
             pool.join(self)
@@ -268,11 +268,6 @@ class Ledger:
         """What may be used just now."""
         return self._accounts[tier].budget if self._pool is None else self._pool.left_to(self, tier)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other models may have the same budget."""
-        return self._pool is not None
-
     def of_windows(self, tier: Tier) -> int:
         """Bytes that windows have, or that wait for one."""
         return self.held(tier, "windows") + self.held(tier, "pool")
@@ -303,10 +298,8 @@ class Ledger:
     def reserve(
         self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn] = NEEDED, *, what: str = ""
     ) -> None:
-        """Take bytes for ``holder``, before they are allocated; those whose turn it may be make room.
-
-        Raises:
-            BudgetExceeded: if they do not fit; nothing was taken.
+        """Take bytes for ``holder``, before they are allocated; those whose turn it may be make room. BudgetExceeded if
+        they do not fit; nothing was taken.
         """
         if not self.take(tier, num_bytes, holder):
             want = Want(self, tier, num_bytes, holder, self._asked(tier, asking), what)
@@ -346,17 +339,18 @@ class Ledger:
 
     def refusal(self, want: Want) -> BudgetExceeded:
         """Say to who wants it what nobody can give, and why."""
+        explain, remark = self._explain.get(want.tier), self._remarks.get(want.holder)
         # Only with `what`: who explains it by pinned and lent windows begins the text with it.
-        explain = _alive(self._explain.get(want.tier)) if want.what else None
-        remark = _alive(self._remarks.get(want.holder))
-        if explain is None:
+        explained = explain() if explain is not None and want.what else None
+        remarks = None if remark is None else remark()
+        if explained is None:
             budget, free = self._accounts[want.tier].budget, self.free(want.tier)
             error = BudgetExceeded(
                 f"{want.holder} asked for {human_bytes(want.num_bytes)} of {want.tier.value}: "
                 f"{human_bytes(budget - free)} of {human_bytes(budget)} are taken, {human_bytes(free)} are free"
             )
         else:
-            error = explain(want)
+            error = explained(want)
             others = self.budget(want.tier) - self._left(want.tier)
             if others:
                 error = BudgetExceeded(f"{error}. Other models of the same budget have {human_bytes(others)} of it")
@@ -365,7 +359,7 @@ class Ledger:
                 f"{error}. Another thread is at work in a model of the same budget, which gives nothing meanwhile: use "
                 "them one after the other, or raise the budget"
             )
-        return error if remark is None else remark(error)
+        return error if remarks is None else remarks(error)
 
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
         """Give back what ``holder`` reserved. Called by any thread, and asks nobody."""
@@ -413,8 +407,3 @@ class Ledger:
         """The model ends: the others of a shared budget have what it had."""
         if self._pool is not None:
             self._pool.leave(self)
-
-
-def _alive(method: weakref.WeakMethod[Any] | None) -> Any:
-    """The method, if what it belongs to is still there."""
-    return None if method is None else method()

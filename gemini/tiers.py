@@ -12,37 +12,30 @@ from gemini.errors import parse_bytes
 
 
 class Direction(NamedTuple):
-    """One direction between a tier and the one through which it is reached.
-
-    Attributes:
-        track: of a timeline, by its name.
-        figure: the speed, as machines have it.
-        usual: that speed where no machine is given, in bytes/s.
-    """
+    """One direction between a tier and the one through which it is reached."""
 
     track: str
+    """Of a timeline, by its name."""
     figure: str
+    """The speed, as machines have it."""
     usual: float
+    """That speed where no machine is given, in bytes/s."""
 
 
 class TierSpec(NamedTuple):
     """A description of a tier for plans, simulations and reports: whoever adds one says it here, and in no other table.
     Its budget is a field of :class:`MemoryBudget`, its fractions are fields of ``StaticPlacement``, each by its name.
-
-    Attributes:
-        title: its name for people.
-        through: the tier through which all others reach it; None for host memory itself.
-        in_files: whether its bytes are pages of files: they pass through staging, and nothing computes on them in
-            place.
-        ways: from that tier into this one, and back.
-        figures: a machine that has any of these has such a tier.
     """
 
     title: str
     through: Tier | None = None
+    """The tier through which all others reach it; None for host memory itself."""
     in_files: bool = False
+    """Whether its bytes are pages of files: they pass through staging, and nothing computes on them in place."""
     ways: tuple[Direction, ...] = ()
+    """From that tier into this one, and back."""
     figures: tuple[str, ...] = ()
+    """A machine that has any of these has such a tier."""
 
 
 class Tier(Enum):

@@ -240,9 +240,7 @@ class WindowMemory:
         """A window has this block: what has to be over before it is written."""
         with self._lock, torch.cuda.device(self._device):
             assert self._stream is not None
-            if self._pool is None:
-                # Without a pool a block may come from anybody: the stream it was allocated for has all its uses behind
-                # it.
+            if self._pool is None:  # a block may come from anybody: its stream has all its uses behind it
                 return [CudaEvent(self._device, self._stream, "the use of a block")]
             return self._last_uses.take(address, address + num_bytes)
 
@@ -251,9 +249,8 @@ class WindowMemory:
         with self._lock, torch.cuda.device(self._device):
             assert self._stream is not None
             # Marks of now: everything that read the window was given to these streams before.
-            events = [
-                CudaEvent(self._device, stream, "the computation") for stream in self.computing_streams()
-            ] + touched
+            events = [CudaEvent(self._device, stream, "the computation") for stream in self.computing_streams()]
+            events += touched
             for event in events:
                 # For the allocator, which waits for this stream before it unmaps memory.
                 event.hold_back(self._stream)
