@@ -110,13 +110,7 @@ def save_checkpoint(
 
 
 def _save(
-    directory: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: HybridOptimizer,
-    scheduler: Any,
-    extra: Any,
-    *,
-    wait: bool,
+    directory: Any, model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, extra: Any, *, wait: bool
 ) -> PendingCheckpoint:
     engine = _engine(model)
     with Attempt() as attempt:
@@ -139,6 +133,11 @@ def _save(
         if engine.backward.sink.has_gradients:
             raise GeminiError(
                 "save_checkpoint between backward and step: gradients are not saved; call it after step()"
+            )
+        if scheduler is not None and not hasattr(scheduler, "state_dict"):
+            raise TypeError(
+                f"scheduler is a {type(scheduler).__name__}, which has no state_dict(): what else is to be kept goes "
+                "into extra="
             )
         make_draft = partial(_draft, engine, optimizer, scheduler, extra)
         own = part_of(model, optimizer, engine.params, engine.by_names)
@@ -258,7 +257,7 @@ def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: An
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),
         "buffers": encode(part.buffers, tensors, "state_dict()"),
         "scheduler_kind": scheduler_kind(scheduler),
-        "scheduler": None if scheduler is None else encode(_state_of(scheduler), tensors, "scheduler"),
+        "scheduler": None if scheduler is None else encode(scheduler.state_dict(), tensors, "scheduler"),
         "extra": encode(extra, tensors, "extra"),
     }
     if rule.factors:
@@ -268,15 +267,6 @@ def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: An
     if rule.exact is not None:
         manifest["exact"] = part.exact
     return Draft(manifest, tensors, rng_states())
-
-
-def _state_of(scheduler: Any) -> Any:
-    if not hasattr(scheduler, "state_dict"):
-        raise TypeError(
-            f"scheduler is a {type(scheduler).__name__}, which has no state_dict(): what else is to be kept goes into "
-            "extra="
-        )
-    return scheduler.state_dict()
 
 
 def _engine(model: nn.Module) -> Engine:

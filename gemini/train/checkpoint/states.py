@@ -12,8 +12,9 @@ import copy
 import importlib.util
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,22 +32,16 @@ from gemini.train.modules.codes import scales_in
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.optimizers.states import BEFORE, check_decay, complete_master, loaded_group
 from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamHandle, ParamSet, StageParam, handle_of, params_of
+from gemini.train.params.handle import ParamSet, StageParam, handle_of, params_of
 from gemini.train.params.state_dict import beside_params, load_beside_params, undone_on_error
 
 
 def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
     """The groups with params by name; params that are not managed by their number."""
-    groups, index = [], 0
-    for group in optimizer.param_groups:
-        names = []
-        for param in group["params"]:
-            handle = handle_of(param)
-            names.append(handle.whole_name if handle is not None else f"#{index}")
-            # A number counts all params of the optimizer, managed ones too, in the order of its groups.
-            index += 1
-        groups.append({**group, "params": names})
-    return groups
+    # A number counts all params of the optimizer, managed ones too, in the order of its groups.
+    handles = map(handle_of, params_of(optimizer))
+    names = iter([f"#{index}" if handle is None else handle.whole_name for index, handle in enumerate(handles)])
+    return [{**group, "params": list(islice(names, len(group["params"])))} for group in optimizer.param_groups]
 
 
 def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
@@ -59,12 +54,6 @@ def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
                 complete_master(param, state)  # of these weights, which are in the checkpoint too
             found[f"#{number}"] = {"param": param.detach(), "state": state}
     return found
-
-
-def factors_of(handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tensor]]:
-    """The factors of managed params, by name: copies."""
-    # Copies: they are written when training may have gone on.
-    return {h.whole_name: {name: value.clone() for name, value in h.factors.items()} for h in handles if h.factors}
 
 
 def rng_states(*, of_gpus: bool = True) -> dict[str, Any]:
@@ -142,7 +131,9 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
     described = {handle.whole_name: SavedParam.of(handle) for handle in handles}
     exact = [h.whole_name for h in handles if h.chunk.spec.exact]
     buffers = {**scales_in(model.named_parameters()), **beside_params(model, by_names)}
-    return ModelPart(described, groups_of(optimizer), buffers, factors_of(handles), exact)
+    # Copies: they are written when training may have gone on.
+    factors = {h.whole_name: {name: v.clone() for name, v in h.factors.items()} for h in handles if h.factors}
+    return ModelPart(described, groups_of(optimizer), buffers, factors, exact)
 
 
 def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> ModelPart:
@@ -167,17 +158,6 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
     return ModelPart(
         {name: params[name] for name in order}, groups, buffers, factors, [name for name in order if name in exact]
     )
-
-
-def own_groups(groups: list[dict[str, Any]], params: ParamSet) -> list[dict[str, Any]]:
-    """Pick from groups of all stages the params that are here, in the order of the whole model."""
-    if not params.of_stages:
-        return groups
-    own = {handle.whole_name for handle in params.handles}
-    return [
-        {**group, "params": [name for name in params.of_stages if name in own and name in group["params"]]}
-        for group in groups
-    ]
 
 
 # ---- putting back ----------------------------------------------------------------------------------------------------
@@ -366,7 +346,9 @@ def _compared_groups(
     """Compare saved groups with the optimizer's, and return what of them is to be taken over. Raises PlanMismatch if
     they are of other params, or of Adam here and of AdamW there.
     """
-    saved, here = own_groups(saved, params), own_groups(groups_of(optimizer), params)
+    here, own = groups_of(optimizer), {handle.whole_name for handle in params.handles}
+    for group in [*saved, *here] if params.of_stages else ():  # of all stages: what is here, in the model's order
+        group["params"] = [name for name in params.of_stages if name in own and name in group["params"]]
     if [group["params"] for group in saved] != [group["params"] for group in here]:
         raise PlanMismatch(
             f"{path} was saved with param groups of {[len(g['params']) for g in saved]} params, the optimizer has "
