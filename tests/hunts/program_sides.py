@@ -330,8 +330,7 @@ class PlainSide(Side):
         for old in self._optimizers:
             kept = {name: old.state[param][name] for name in ("residual", "master") if name in old.state.get(param, {})}
             if kept:
-                fresh = states_of.empty_states(optimizer.rule.spec, param)
-                optimizer.state[param] = {"step": torch.tensor(0.0), **fresh, **kept}
+                optimizer.state[param] = {**states_of.first_state(optimizer.rule.spec, param), **kept}
 
     def clip(self, max_norm: float, params: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         chosen = self.model.parameters() if params is None else params

@@ -213,7 +213,7 @@ class Rest:
             raise PlanMismatch(f"{path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
         kind = manifest.scheduler_kind
         why = f"it was a {kind}" if kind not in (None, scheduler_kind(scheduler)) else ""
-        if not why and scheduler is not None and (name := _differing(scheduler, self._state)):
+        if not why and scheduler is not None and (name := _differing(scheduler.state_dict(), self._state)):
             why = f"their states differ in {name!r}"
         if why:
             raise self._other_scheduler(why)
@@ -383,20 +383,20 @@ def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
 
 
-def _differing(scheduler: Any, saved: Any, *, is_inner: bool = False) -> str | None:
-    """The first name that the state of a scheduler has and the saved state has not. Of those within it, whose classes
-    nothing tells, names count that only the saved state has, too.
-    """
-    here = scheduler.state_dict()
+def _differing(here: Any, saved: Any) -> str | None:
+    """The first name that the state of a scheduler has and the saved one has not, if both have names."""
     if not (isinstance(here, dict) and isinstance(saved, dict)):
         return None
-    names = set(map(str, here.keys() ^ saved.keys() if is_inner else here.keys() - saved.keys()))
-    inner, states = getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())
-    if len(inner) != len(states):
-        names.add("_schedulers")
-    pairs = zip(inner, states, strict=False)
-    names |= {name for one, state in pairs if (name := _differing(one, state, is_inner=True))}
+    names = {str(name) for name in here if name not in saved}
+    # Nothing tells the classes of those within it: they must have the very names.
+    names |= {"_schedulers"} if _names_within(here) != _names_within(saved) else set()
     return min(names, default=None)
+
+
+def _names_within(state: dict[str, Any]) -> list[Any]:
+    """The names in the states of schedulers within one."""
+    inner = [one for one in state.get("_schedulers", ()) if isinstance(one, dict)]
+    return [(sorted(map(str, one)), _names_within(one)) for one in inner]
 
 
 @contextlib.contextmanager

@@ -227,7 +227,13 @@ class _Planes(Mapping[str, torch.Tensor]):
 
 def first_state(spec: RuleSpec, param: nn.Parameter) -> dict[str, Any]:
     """The state of a plain param before its first step."""
-    return {"step": torch.tensor(0.0, device="cpu"), **empty_states(spec, param)}
+    return {
+        "step": torch.tensor(0.0, device="cpu"),
+        **{
+            name: torch.zeros(shape, dtype=dtype, device=param.device)
+            for name, (shape, dtype) in layout_of(spec, param).items()
+        },
+    }
 
 
 def own(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
@@ -334,10 +340,7 @@ def shown(rule: UpdateRule, kind: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
-    """Overwrite the states of one managed param; without any it has had no update.
-
-    Where states are compact, values are rounded to what they can hold.
-    """
+    """Overwrite the states of one managed param; without any it has had no update. Compact ones are rounded."""
     owner_of(handle).state.check_masters("the state of an optimizer is written")
     by_names, rule = owner_of(handle).by_names, _compact_rule(handle)
     if rule is not None:
@@ -379,11 +382,11 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
 
 def end_waiting(handles: Iterable[ParamHandle]) -> None:
     """Note that these params are updated now, and warn of residuals whose weights never came."""
-    waited = [handle for handle in handles if handle.waiting is not None]
-    alone = [handle.name for handle in waited if handle.waiting is not None and not handle.waiting.met]
-    # From the first update on the weights are others: nothing can complete them any more.
-    for handle in waited:
-        handle.waiting = None
+    alone = []
+    for handle in handles:
+        if handle.waiting is not None:
+            alone += [handle.name] * (not handle.waiting.met)
+            handle.waiting = None  # from the first update on the weights are others, which nothing can complete
     if alone:
         _warn_of_other_weights(repr(alone[0]) + (f" and {len(alone) - 1} more params" if len(alone) > 1 else ""))
 
@@ -394,14 +397,6 @@ def _warn_of_other_weights(whose: str) -> None:
         "what the masters that came with it have beyond their 16-bit weights was not used. To continue with the same "
         "bits load the model's state of the same moment too, before or after the optimizer's"
     )
-
-
-def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]:
-    """The states of a plain param before its first update."""
-    return {
-        name: torch.zeros(shape, dtype=dtype, device=param.device)
-        for name, (shape, dtype) in layout_of(rule, param).items()
-    }
 
 
 def sum_of_plain(param: torch.Tensor) -> torch.Tensor:
@@ -419,9 +414,8 @@ def is_of(param: torch.Tensor, state: dict[str, Any]) -> bool:
 
 
 def complete_master(param: torch.Tensor, state: dict[str, Any]) -> None:
-    """Make what a plain param's master has beyond its weights, of the weights as they are now, before an update.
-
-    What was loaded with an optimizer's state may be of other weights, and fp16 weights may have been written to since.
+    """Make what a plain param's master has beyond its weights as they are now: what was loaded with an optimizer's
+    state may be of other weights, and fp16 weights may have been written to since.
     """
     before = state.pop(BEFORE, None)
     if before is not None and not is_of(param, state):
@@ -441,11 +435,7 @@ def complete_master(param: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """A loaded state of a plain param, as :meth:`HybridOptimizer.step` has it: a copy.
-
-    Args:
-        before: the state until now.
-    """
+    """A loaded state of a plain param, as a step has it: a copy. ``before``: the state until now."""
     layout = layout_of(rule, param)
     if param.dtype is torch.bfloat16:
         layout[RESIDUAL] = (param.shape, torch.int16)
