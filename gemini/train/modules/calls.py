@@ -63,7 +63,7 @@ class CallRecord:
     def is_around(self, other: CallRecord) -> bool:
         """Whether ``other`` is this call or one inside it."""
         record: CallRecord | None = other
-        while record is not None:
+        while record:
             if record is self:
                 return True
             record = record.parent
@@ -299,7 +299,7 @@ class Calls:
 def passes_of(ref: weakref.ref[Any]) -> Any:
     """Return the passes of a model, which hooks of its modules and graphs have weakly."""
     passes = ref()
-    if passes is None:
+    if not passes:
         raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
     return passes
 

@@ -237,8 +237,8 @@ def _caller_among(codes: Collection[CodeType], most: int) -> FrameType | None:
     for _ in range(most):
         if frame.f_code in codes:
             return frame
-        if frame.f_back is None:
-            return None
+        if not frame.f_back:
+            break
         frame = frame.f_back
     return None
 
@@ -246,7 +246,7 @@ def _caller_among(codes: Collection[CodeType], most: int) -> FrameType | None:
 def _refuse_parametrization() -> None:
     """Refuse what computes a managed param from others, as the first of these is registered: nothing has changed."""
     frame = _caller_among(_COMPUTES_WEIGHTS, 6)
-    if frame is None:
+    if not frame:
         return
     found = frame.f_locals
     param = found.get(_COMPUTES_WEIGHTS[frame.f_code])
@@ -320,7 +320,7 @@ def refuse_injected(state: StepState, module: nn.Module, *, is_root: bool) -> No
     if state.num_looked_at == num_registered:
         return
     for name, param in module.named_parameters():
-        if handle_of(param) is None:
+        if not handle_of(param):
             if _caller_among({stateless._functional_call.__code__}, sys.getrecursionlimit()):
                 return  # other values for the time of a call: torch computes with them
             raise GeminiError(

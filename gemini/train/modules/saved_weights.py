@@ -68,7 +68,7 @@ class _OfOther:
     def read(self) -> torch.Tensor:
         """Return a copy of it."""
         handle = handle_of(self.param)
-        assert handle is not None
+        assert handle
         _refuse_written(handle, self.num_writes)
         with torch.no_grad(), owner_of(handle).forward.opened_at_rest([handle.chunk]):
             return self.param.detach().clone()
@@ -181,7 +181,7 @@ class SavedWeights:
                 record.num_hooks = self._push(is_for_others=0 < len(record.kept) == len(record.chunks))
                 record.hooks_in = torch._C._current_graph_task_id()
             there = _hooks._top_saved_tensors_default_hooks(False)
-            record.pack = None if there is None else there[0]
+            record.pack = there[0] if there else None
             self.open_for = record.chunks[0].spec.slots[0].name
 
     @contextmanager
@@ -209,7 +209,7 @@ class SavedWeights:
         if self._is_open():
             return 0
         there = _hooks._top_saved_tensors_default_hooks(False)
-        pack: Any = partial(self._pack) if there is None else self._around(*there)
+        pack: Any = self._around(*there) if there else partial(self._pack)
         pack._gemini_of, pack._gemini_is_for_others = self, is_for_others
         _hooks._push_saved_tensors_default_hooks(pack, self._unpack)
         return 1
@@ -217,7 +217,7 @@ class SavedWeights:
     def _is_open(self) -> bool:
         """Whether our hooks are on top."""
         there = _hooks._top_saved_tensors_default_hooks(False)
-        return there is not None and _owner_of(there[0]) is self
+        return bool(there) and _owner_of(there[0]) is self
 
     def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> Callable[[torch.Tensor], Any]:
         """Make a hook that keeps views of windows as places, and leaves the rest to the hooks that are open around it.
@@ -258,7 +258,7 @@ class SavedWeights:
                 chunk = self._by_storage.get(tensor.untyped_storage()._cdata)
             except RuntimeError:  # sparse, or a wrapper without memory of its own
                 pass
-        if chunk is not None and not (tensor.is_conj() or tensor.is_neg()):
+        if chunk and not (tensor.is_conj() or tensor.is_neg()):
             index = chunk.spec.index
             # The param whose place begins last before the view; in bytes, for a view may have another dtype.
             at = bisect_right(self._starts[index], tensor.storage_offset() * tensor.dtype.itemsize) - 1
@@ -267,7 +267,7 @@ class SavedWeights:
             return _OfOther(tensor)
         # Detached: an output that held its own graph would be freed by the garbage collector only.
         around = self.observers.around_own_work
-        if around is None:
+        if not around:
             return _Kept((tensor.detach(), tensor._version))
         with around():
             return _Kept((tensor.detach(), tensor._version))
@@ -299,7 +299,7 @@ class SavedWeights:
 
         Called on the thread that runs the node; takes the lock.
         """
-        if self._manager is None:
+        if not self._manager:
             raise ParamAccessError(
                 f"backward needs the weights of {place.handle.name!r}, and the model that had them was deleted: keep "
                 "the model until backward is over"
@@ -342,7 +342,7 @@ _disable = torch.autograd.graph.disable_saved_tensors_hooks
 def _refusing_in_our_words(error_message: str) -> Iterator[None]:
     """torch runs no transform that takes derivatives while saved-tensor hooks are open, and says so in its words."""
     top = _hooks._top_saved_tensors_default_hooks(False)
-    if top is None or (owner := _owner_of(top[0])) is None or not error_message.startswith("torch.func"):
+    if not top or not (owner := _owner_of(top[0])) or not error_message.startswith("torch.func"):
         with _disable(error_message):
             yield
         return

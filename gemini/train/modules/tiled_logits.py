@@ -392,7 +392,7 @@ class Head:
     def layer_forward(self, hidden: torch.Tensor) -> Any:
         """The forward of the layer."""
         asked, self._asked = self._asked, None
-        if asked is not None:
+        if asked:
             return asked.at_once(hidden, self.layer, functools.partial(asked.whole, head=self.whole))
         if not self._promises:
             return type(self.layer).forward(self.layer, hidden)

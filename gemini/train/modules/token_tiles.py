@@ -66,7 +66,7 @@ class TokenTiles:
                     f"tile_tokens={self.tokens!r}: this model has no {_PARTS[part]} that could be computed in tiles. "
                     f"Leave {part}= out"
                 )
-        if not self.mlps and self.head is None:
+        if not self.mlps and not self.head:
             raise GeminiError(
                 f"tile_tokens={self.tokens}: this model has neither an MLP (a module called mlp, feed_forward, ffn or "
                 "fc of Linear layers, activations, norms and dropout alone), nor experts of transformers, nor an "
@@ -78,7 +78,7 @@ class TokenTiles:
             mlp.__dict__[READ_AS_A_WHOLE] = True
         for path, norm in self.norms:
             self._replace(norm, self._tiled(path, norm))
-        if self.head is not None:
+        if self.head:
             self._replace(self.head.layer, self.head.layer_forward)
             self._replace(self.head.model, self.head.model_forward())
 
@@ -105,7 +105,7 @@ class TokenTiles:
         def forward(*args: Any, **kwargs: Any) -> Any:
             # What cannot be cut is computed as a whole, with the same result.
             rows = _rows(args) if not kwargs else None
-            if rows is None:
+            if not rows:
                 return whole(*args, **kwargs)
             parts = [split_rows(each, self.of_mlp) for each in rows]
             if len(parts[0]) == 1 or not self._can_cut(path, mlp, whole, rows):
@@ -267,6 +267,6 @@ def auto_tokens(model: nn.Module, tokens: int) -> list[int | str]:
     """What ``tile_tokens="auto"`` tries for a batch of ``tokens``, in turn: the head alone, then all there is."""
     tiles = TokenTiles(model, LEAST_TILE)
     head = tiles.head
-    size = tile_tokens_for(tokens, *((0, 1) if head is None else (head.layer.out_features, head.layer.in_features)))
-    found: list[int | str] = [] if head is None else [f"head={size}"]
+    size = tile_tokens_for(tokens, *((head.layer.out_features, head.layer.in_features) if head else (0, 1)))
+    found: list[int | str] = [f"head={size}"] if head else []
     return [*found, size] if tiles.mlps else found

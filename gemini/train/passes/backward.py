@@ -77,7 +77,7 @@ class BackwardPass:
         # off never calls it, and Recovery ends the phase.
         running = at_end_of_backward(self._is_over)
         if not occupancy.is_own:
-            around = None if record is None else self._calls.thread_of(record)
+            around = self._calls.thread_of(record) if record else None
             occupancy.begin_alone(running, around)
             self._works = running
         self._task = _graph_task()
@@ -375,7 +375,7 @@ class Recovery:
         has_any = state.in_backward and state.takes_gradients
         adds, landed = backward.adds, Counter(backward.arrived)
         self.forget_interrupted()
-        if state.corrupted_by is not None:
+        if state.corrupted_by:
             return "Params were updated in it: load the last checkpoint"
         if has_any and not adds:
             backward.discard()
@@ -417,4 +417,4 @@ class Recovery:
 
 def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
     owner = handle.owner()
-    (owner_of(handle) if owner is None else owner).backward.take_grad(handle)
+    (owner or owner_of(handle)).backward.take_grad(handle)

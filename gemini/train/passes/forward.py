@@ -145,7 +145,7 @@ class ForwardPass:
             self._saved_weights.begin_call(record)
             if chunks and is_differentiating():
                 self._keep_for_transform(chunks)
-        elif record.parent is None:
+        elif not record.parent:
             self.settle()
 
     def _begin(self) -> None:
@@ -182,12 +182,12 @@ class ForwardPass:
             with self.lock, without_transforms():
                 record = self.calls.end(module)
                 # Hooks inside it would stay silent in the next forward too.
-                if record is None or record.parent is None:
+                if not record or not record.parent:
                     self.state.unsettle()
                 self._end_if_over()
                 for recording in self.observers.recordings:
                     recording.end_call()
-                if record is not None and record.parent is not None:
+                if record and record.parent:
                     # A view of weights that it gave, or left somewhere, may be read until the call around is over.
                     for chunk in record.chunks:
                         if chunk.is_lent:

@@ -88,7 +88,7 @@ def _attach_parts(
             continue
         path, module = visit.path, visit.module
         resident, keep = waits.get(path, ()), keeps.get(id(module), ())
-        entrance = ENTRANCE.fullmatch(path) is not None
+        entrance = bool(ENTRANCE.fullmatch(path))
         rewritten = handles_of(rewritten_by(module))
         if is_a(type(module), "ParamWrapper"):  # of PEFT: it parametrizes what it is around for each forward
             # Registered before ours, so it runs before them: ours would see torch's write and refuse it.
@@ -127,7 +127,7 @@ def _if_outermost(ref: weakref.ref[Passes], before: Callable[..., Any]) -> Calla
 
     def before_if_outermost(module: nn.Module, args: Any, kwargs: Any) -> Any:
         passes = ref()
-        inside = passes is None or passes.forward.calls.depth or passes.state.in_backward
+        inside = not passes or passes.forward.calls.depth or passes.state.in_backward
         return None if inside else before(module, args, kwargs)
 
     return before_if_outermost
@@ -185,7 +185,7 @@ def _chunks_to_await(structure: Structure) -> dict[str, tuple[Chunk, ...]]:
     for path, _, params, *_ in structure.readers:
         around = path
         # The root's path matches, so this ends.
-        while ENTRANCE.fullmatch(around) is None:
+        while not ENTRANCE.fullmatch(around):
             around = around.rpartition(".")[0]
         for handle in handles_of(params):
             if handle.chunk.resident:
@@ -218,7 +218,7 @@ def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre,
     def end(module: nn.Module, args: Any, output: Any) -> Any:
         # Before `post`, which guards the params again and would take the write for one of the program's.
         before, passes = of_threads.pop(threading.get_ident(), None), ref()
-        if before is not None and passes is not None:
+        if before is not None and passes:
             passes.forward.end_rewriting(handles, before)
         return post(module, args, output)
 
@@ -367,7 +367,7 @@ def _unless_served(passes: Passes, chunks: tuple[Chunk, ...], pre: Pre, post: Po
 
     def pre_unless_served(module: nn.Module, args: Any) -> None:
         stack = running.get(threading.get_ident())
-        if stack is not None and own <= (around := stack[-1]).exposed and not observers.are_there:
+        if stack and own <= (around := stack[-1]).exposed and not observers.are_there:
             # Other hooks may be open on top of ours (checkpointing, the program's), or none inside of a transform; and
             # windows must know of every stream that reads them.
             there = not torch.is_grad_enabled() or _top_hooks(False)
@@ -378,7 +378,7 @@ def _unless_served(passes: Passes, chunks: tuple[Chunk, ...], pre: Pre, post: Po
 
     def post_unless_served(module: nn.Module, args: Any, output: Any) -> Any:
         stack = running.get(threading.get_ident())
-        if stack is None or module not in (inside := stack[-1].inside):
+        if not stack or module not in (inside := stack[-1].inside):
             return post(module, args, output)
         while inside.pop() is not module:  # what is inside of it may have had no end of its own
             pass
@@ -393,7 +393,7 @@ def _post(ref: weakref.ref[Passes]) -> Post:
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         passes: Passes = passes_of(ref)
         record = passes.forward.end_call(module)
-        if record is None or output is None:
+        if not record or output is None:
             return None
         for recording in passes.forward.observers.recordings:
             recording.watch_backward(module, output)
@@ -401,7 +401,7 @@ def _post(ref: weakref.ref[Passes]) -> Post:
         if not torch.is_grad_enabled() or innermost_transform() is not None:
             return None
         # A recomputation is outermost in its thread as well, and its backward is running already.
-        outermost = record.parent is None and not passes.state.in_backward
+        outermost = not record.parent and not passes.state.in_backward
         if record.chunks or outermost:
             record.on_gradient(output, partial(begin_backward_of, ref, record))
         return None

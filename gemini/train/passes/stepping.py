@@ -209,7 +209,7 @@ class Stepping:
 
     def begin_step(self, optimizer: Stepper) -> None:
         """Begin ``optimizer.step()``: the model is whole, and all ranks are about to make the same step."""
-        if self.state.corrupted_by is not None:
+        if self.state.corrupted_by:
             self.state.check_whole()
         self.state.check_there()
         self.state.check_masters("optimizer.step()")
@@ -258,19 +258,19 @@ class Stepping:
             stop = self.updates.unseen.stop_for_step(handles, clip)
         if stop is None:
             self._gradients.norms.check_finite(handles)
-            if clip is not None and handles:
+            if clip and handles:
                 self.state.fetch_clipping()
                 clip = None
         # Params that take the step without a gradient of their own (`zero_grad(set_to_none=False)`).
         missing = [handle for handle in handles if handle.norm_sums is None]
         if missing:
             self._gradients.land_zeros(missing)
-        coefficient = 1.0 if clip is not None else self.state.clip_coefficient
+        coefficient = 1.0 if clip else self.state.clip_coefficient
         # Before the lines below: hyperparameters are computed with the step count and clipping that they reset.
         by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
         is_plain = None  # nobody asks where nothing is guessed
         if stepping_in_backward or self._may_guess:
-            is_plain = clip is None and coefficient == 1.0 and all(handle.clip == 1.0 for handle in handles)
+            is_plain = not clip and coefficient == 1.0 and all(handle.clip == 1.0 for handle in handles)
         # From here on the step changes the model. What breaks off in between leaves some params counted and not
         # updated.
         try:
@@ -280,7 +280,7 @@ class Stepping:
                 handle.leftover = Leftover.USED
                 handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
             # Last in the block: a worker may begin as soon as it has the first update.
-            self.updates.submit(by_chunk, stop, None if clip is None else clip.factor)
+            self.updates.submit(by_chunk, stop, clip.factor if clip else None)
             if is_plain is not None:
                 self._note_step(is_plain=is_plain)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
