@@ -64,6 +64,7 @@ def stack_plan(
     layout = trace.layout(ranks=ranks)
     tiers = [Tier.CPU, Tier.NVME] if compute is Tier.CPU else list(Tier)
     itemsize = 4 if precision == "fp32" else 2
+    away = fields.get("offload_activations")
     problem = Problem(
         layout=layout,
         precision=precision,
@@ -72,6 +73,7 @@ def stack_plan(
         compute=compute,
         working_set=NUMEL * itemsize * windows,
         staging=17 * NUMEL,
+        offload_to=None if away is None else Tier(away),
     )
     homes = []
     for index in range(len(layout.chunks)):
