@@ -38,7 +38,7 @@ _NAMES = {
     "gemini.train.checkpoint.export": "weights_for",
     "gemini.train.context": "sequence_batch",
     "gemini.train.ddp": "GeminiDDP",
-    "gemini.train.loading.from_config": "from_config",
+    "gemini.train.loading.skeleton": "from_config",
     "gemini.train.loading.from_pretrained": "from_pretrained",
     "gemini.train.optimizers.grad_scaler": "GradScaler",
     "gemini.train.optimizers.optimizer": "HybridAdam HybridOptimizer",
@@ -85,8 +85,8 @@ if TYPE_CHECKING:
     from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint
     from gemini.train.context import sequence_batch as sequence_batch
     from gemini.train.ddp import GeminiDDP as GeminiDDP
-    from gemini.train.loading.from_config import from_config as from_config
     from gemini.train.loading.from_pretrained import from_pretrained as from_pretrained
+    from gemini.train.loading.skeleton import from_config as from_config
     from gemini.train.optimizers.grad_scaler import GradScaler as GradScaler
     from gemini.train.optimizers.optimizer import HybridAdam as HybridAdam
     from gemini.train.optimizers.optimizer import HybridOptimizer as HybridOptimizer

@@ -30,7 +30,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     # The imports of seconds: a command line that is refused before does not pay for them.
     from gemini.jobs.models import find_config, hush, lora_on
     from gemini.tracing.ahead import FLASH, batch_for, model_class_for
-    from gemini.train.loading.from_config import skeleton_from_config
+    from gemini.train.loading.skeleton import skeleton_from_config
 
     source = find_config(settings.config, settings.layers)
     config = source.config
@@ -70,7 +70,7 @@ def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
     from gemini.jobs.models import find_config, hush
     from gemini.memory.chunks.chunk import COMPUTE_DTYPES
     from gemini.tracing.ahead import model_class_for
-    from gemini.train.loading.from_config import skeleton_from_config
+    from gemini.train.loading.skeleton import skeleton_from_config
     from gemini.train.setup.problem import structural_trace
 
     source = find_config(name, layers)

@@ -61,9 +61,8 @@ from gemini.ranks.process_groups import start_group
 from gemini.ranks.wire import Wire
 from gemini.tiers import Tier
 from gemini.train.ddp import GeminiDDP
-from gemini.train.loading.from_config import skeleton_from_config
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
-from gemini.train.loading.skeleton import attention_keyword
+from gemini.train.loading.skeleton import attention_keyword, skeleton_from_config
 from gemini.train.modules.changing import compile_blocks
 from gemini.train.modules.codes import num_weights
 

@@ -41,8 +41,7 @@ from gemini.planning.trace import MemoryTrace, Source, as_tiles, tile_sizes
 from gemini.tracing.meter import Target, make_target, tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
 from gemini.train.context import ContextParallel, ImaginedExchange, part_of
-from gemini.train.loading.from_config import without_drawing
-from gemini.train.loading.skeleton import generators_kept
+from gemini.train.loading.skeleton import generators_kept, without_drawing
 from gemini.train.modules import token_tiles
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
 from gemini.train.modules.reading import compiled_part, mark_compiled, structure_of

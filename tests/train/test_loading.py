@@ -19,7 +19,6 @@ from torch import nn
 from transformers import core_model_loading as conversions
 
 import gemini
-from gemini.train.loading import from_config as drawing
 from gemini.train.loading import skeleton
 from gemini.train.loading.stored_model import Made, StoredModel, reading_of
 from gemini.train.params.handle import TensorSlice
@@ -160,7 +159,7 @@ def test_a_constructor_that_is_not_deterministic_is_refused() -> None:
         return nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] if len(calls) > 1 else []))
 
     with pytest.raises(gemini.GeminiError, match="came out differently when it was built a second time"):
-        drawing.DrawnModel(make).manage(config_of())
+        skeleton.DrawnModel(make).manage(config_of())
 
 
 class SharedAfterCopying(nn.Module):
@@ -191,7 +190,7 @@ def test_what_a_constructor_does_with_params_is_drawn_alike(make: Callable[[], n
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
-    assert_same(drawing.DrawnModel(make).manage(config_of()), plain)
+    assert_same(skeleton.DrawnModel(make).manage(config_of()), plain)
 
 
 def test_no_budget_no_drawing() -> None:

@@ -22,8 +22,7 @@ import torch
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, StorageError
 from gemini.patches import replaced
-from gemini.train.loading.from_config import class_of
-from gemini.train.loading.skeleton import Skeleton, attention_keyword, generators_kept
+from gemini.train.loading.skeleton import Skeleton, attention_keyword, class_of, generators_kept
 from gemini.train.loading.stored_model import (
     LOCK,
     Made,
