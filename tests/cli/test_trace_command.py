@@ -76,9 +76,9 @@ def test_a_micro_batch_is_chosen_that_fits(gemini_command: Command, tiny_config:
     assert needed
     gpu = ("--gpu", f"{int(needed[1]) - 1}MiB")
     refusal = gemini_command(*eight, *gpu)
-    assert refusal.exit_code == 2 and any(
-        change.startswith("--batch-size 1 --accumulate 16") for change in json.loads(refusal.stdout)["changes"]
-    )
+    assert refusal.exit_code == 2
+    others = {other["options"]: other["fits"] for other in json.loads(refusal.stdout)["alternatives"]}
+    assert others["--gradient-checkpointing --batch-size 1 --accumulate 16"] and not others["as asked"]
     said = gemini_command.told(*eight, *gpu, "--fastest")
     assert said["fits"] and said["batch"]["input_ids"] == [4, 32] and said["accumulate"] == 4
     assert said["tokens"] == 16 * 32 and said["gradients"] == "accumulate"
@@ -93,4 +93,6 @@ def test_the_largest_llama_2_is_planned_on_a_workstation(gemini_command: Command
     assert all(sum(held.values()) <= said["budgets"][tier] for tier, held in said["held"].items())
     refusal = gemini_command("plan", LLAMA2_70B, *sizes, "--json")
     assert refusal.exit_code == 2
-    assert json.loads(refusal.stdout)["changes"][0].endswith("then it fits")
+    as_asked, checkpointed, *_ = json.loads(refusal.stdout)["alternatives"]
+    assert not as_asked["fits"] and checkpointed["fits"]
+    assert checkpointed["options"] == "--gradient-checkpointing"
