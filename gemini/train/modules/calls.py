@@ -89,11 +89,9 @@ class CallRecord:
 
 
 class Calls:
-    """The running calls of one model. What changes them is called under the lock of the books, or by Recovery.
-
-    Args:
-        manager, exposure: a :class:`gemini.memory.movement.manager.Manager`, which gathers, and a
-            :class:`gemini.train.params.exposure.Exposure`; or a tracer in their place.
+    """The running calls of one model. What changes them is called under the lock of the books, or by Recovery. A tracer
+    may stand in the place of the :class:`gemini.memory.movement.manager.Manager` and the
+    :class:`gemini.train.params.exposure.Exposure`.
     """
 
     def __init__(self, manager: Any, exposure: Any):
@@ -134,10 +132,8 @@ class Calls:
         return stack is not None and stack[-1].module is not module
 
     def begin(self, module: nn.Module, chunks: tuple[Chunk, ...], keep: tuple[Chunk, ...] = ()) -> CallRecord:
-        """Begin the call of a hooked module: gather what it reads. On an error nothing has begun.
-
-        Args:
-            keep: what modules inside it read, gathered once for all of them where there is room.
+        """Begin the call of a hooked module: gather what it reads. On an error nothing has begun. ``keep``: what
+        modules inside it read, gathered once for all of them where there is room.
         """
         # A recomputation: released before it acquires, or it would need room for both at once.
         if not self.running and self._reading:

@@ -95,10 +95,8 @@ def _tensors_of(state: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def prepare_layers(structure: Structure, device: torch.device) -> Callable[[], None]:
-    """Bring scales to where they are read, and see that codes are given to autograd and stay as they are.
-
-    Returns:
-        What makes the layers ordinary ones, with scales in host memory.
+    """Bring scales to where they are read, and see that codes are given to autograd and stay as they are. Returns what
+    makes the layers ordinary ones, with scales in host memory.
     """
     coded = [param for param, _ in structure.params if id(param) in structure.coded]
     layers = [module for _, module in structure.modules if is_of_library(type(module), "Linear4bit")] if coded else []

@@ -96,10 +96,8 @@ class Structure:
         return [visit for visit in self.visits if not visit.is_again]
 
     def _visit(self, path: str, module: nn.Module, around: int | None, *, in_adapter: bool, is_called: bool) -> bool:
-        """Note ``module`` and all below it; returns whether there are params.
-
-        Args:
-            is_called: whether nothing around it computes without calling it.
+        """Note ``module`` and all below it; returns whether there are params. ``is_called``: whether nothing around it
+        computes without calling it.
         """
         prefix = f"{path}." if path else ""
         if id(module) not in self._seen:

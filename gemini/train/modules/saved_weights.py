@@ -199,9 +199,7 @@ class SavedWeights:
 
     def _push(self, *, is_for_others: bool = False) -> int:
         """Put our hooks over those that are there; 1, or 0 where ours are open already or torch allows none.
-
-        Args:
-            is_for_others: nothing but modules inside reads the weights for which they are opened.
+        ``is_for_others``: nothing but modules inside reads the weights for which they are opened.
         """
         # Inside a transform that takes derivatives torch refuses them: `_keep_for_transform` keeps chunks there.
         if not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled():

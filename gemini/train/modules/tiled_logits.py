@@ -97,9 +97,7 @@ class TiledLoss(NamedTuple):
 
     def at_once(self, hidden: torch.Tensor, layer: nn.Linear, again: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Compute it of ``hidden`` with its gradients. The weight of ``layer`` is there, and need not be later.
-
-        Args:
-            again: :meth:`whole` of the same, for a second derivative.
+        ``again``: :meth:`whole` of the same, for a second derivative.
         """
         return _AtOnce.apply(self, again, hidden, layer.weight, layer.bias)  # type: ignore[no-any-return, no-untyped-call]
 

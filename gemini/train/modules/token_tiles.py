@@ -39,10 +39,8 @@ _PARTS = {
 
 
 class TokenTiles:
-    """The parts of one model that compute in tiles.
-
-    Args:
-        tokens: in a tile, counted over all sequences of a batch together; of each part, as ``tile_tokens=`` says it.
+    """The parts of one model that compute in tiles. ``tokens``: in a tile, counted over all sequences of a batch
+    together; of each part, as ``tile_tokens=`` says it.
     """
 
     def __init__(self, model: nn.Module, tokens: int | str | None):

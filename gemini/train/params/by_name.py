@@ -31,12 +31,8 @@ from gemini.train.step import StepState, alone
 
 
 class ByName:
-    """Reads and writes the params of one model, by any of their names.
-
-    Args:
-        observers: told of every write.
-        company: who shares the model, a :class:`gemini.train.sharding.shards.Company`.
-        slices: among the ranks with slices of the same params.
+    """Reads and writes the params of one model, by any of their names. ``company``: who shares the model, a
+    :class:`gemini.train.sharding.shards.Company`; ``slices``: among the ranks with slices of the same params.
     """
 
     def __init__(

@@ -212,11 +212,8 @@ def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
 
 
 def hide(handles: list[ParamHandle]) -> tuple[list[ParamHandle], list[ParamHandle]]:
-    """Guard params: nobody computes with them now.
-
-    Returns:
-        Those that were written to while they were ordinary ones, and those that were given the same values in other
-        memory, which they keep until the model is at rest.
+    """Guard params: nobody computes with them now. Returns those that were written to while they were ordinary ones,
+    and those that were given the same values in other memory, which they keep until the model is at rest.
     """
     written, cast = list[ParamHandle](), list[ParamHandle]()
     for handle in handles:

@@ -127,11 +127,7 @@ def marks_of(module: nn.Module) -> dict[str, Any]:
 
 
 class Again:
-    """What one model does when its device runs out of memory. Called by the training thread alone.
-
-    Args:
-        parts: of which what gives way belongs to.
-    """
+    """What one model does when its device runs out of memory. Called by the training thread alone."""
 
     def __init__(self, parts: Parts, backward: BackwardPass, recovery: Recovery):
         self._store, self._state, self._calls = parts.store, parts.state, parts.calls
@@ -226,10 +222,8 @@ class Again:
             )
 
     def make_way(self, said: str) -> str:
-        """End what has broken off, wait for what moves, and let windows give up memory for good: in words.
-
-        Args:
-            said: by the error, which must be gone: its frames hold what the forward has made.
+        """End what has broken off, wait for what moves, and let windows give up memory for good: in words. ``said``: by
+        the error, which must be gone: its frames hold what the forward has made.
         """
         run_alone(self._state, self._recovery.forget_interrupted)
         gc.collect()

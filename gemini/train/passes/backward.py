@@ -65,9 +65,7 @@ class BackwardPass:
 
     def be_alone(self, record: CallRecord | None = None) -> None:
         """Wait for forwards of other threads: the backward begins. Before the lock is taken: they end under it.
-
-        Args:
-            record: of the call whose backward begins. A forward that it is part of waits for this backward.
+        ``record``: of the call whose backward begins. A forward that it is part of waits for this backward.
         """
         # Not that of another thread, which is waited for. One inside of this one is part of it.
         occupancy = self._state.occupancy
@@ -286,10 +284,8 @@ class BackwardPass:
         return grad.float().mul_(self.scaling.unscale)
 
     def discard(self, handles: Iterable[ParamHandle] | None = None, *, leftover: Leftover = Leftover.NOTHING) -> None:
-        """Forget gradients (all, or some), and the clipping that was computed from them: ``zero_grad()``.
-
-        Args:
-            leftover: what stands in their place.
+        """Forget gradients (all, or some), and the clipping that was computed from them: ``zero_grad()``. ``leftover``:
+        what stands in their place.
         """
         if leftover is Leftover.ZEROS and self.sink.transient:
             raise GeminiError(

@@ -105,9 +105,7 @@ class ForwardPass:
         keep: tuple[Chunk, ...] = (),
     ) -> None:
         """Gather what a hooked module reads, and wait for the updates of what it reads in place. Takes the lock.
-
-        Args:
-            keep: what modules inside it read, kept for all of them.
+        ``keep``: what modules inside it read, kept for all of them.
         """
         state = self.state
         if threading.get_ident() not in state.occupancy.inside:
@@ -345,10 +343,8 @@ class ForwardPass:
 
     def outside(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """Run an operation that autograd records and that reads params while no module computes (a loss with a weight).
-
-        Raises:
-            ParamAccessError: if the result is a view of weights that autograd does not follow: a write to it would
-                leave masters behind.
+        A result that is a view of weights which autograd does not follow is refused: a write to it would leave masters
+        behind.
         """
         # One operation may read weights of two models (distillation): each has its own books.
         owners = {id(owner): owner for owner in map(owner_of, handles)}

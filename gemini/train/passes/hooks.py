@@ -75,10 +75,8 @@ def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
 def _attach_parts(
     structure: Structure, passes: Passes, hooks: list[Any], waits: Mapping[str, tuple[Chunk, ...]]
 ) -> None:
-    """Register hooks on all modules but the root, as what is compiled has it now.
-
-    Args:
-        waits: by path of an entrance, the resident chunks whose updates it waits for.
+    """Register hooks on all modules but the root, as what is compiled has it now. ``waits``: by path of an entrance,
+    the resident chunks whose updates it waits for.
     """
     ref, model = weakref.ref(passes), structure.model
     gathered = [_to_gather(visit.params) for visit in structure.visits]

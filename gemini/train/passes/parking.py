@@ -56,12 +56,7 @@ class Parking:
         """Bytes of the device's budget that were given back, by holder."""
 
     def enter(self) -> None:
-        """Park the model, unless it is. All ranks come here together.
-
-        Raises:
-            BudgetExceeded: if the tiers below have no room; nothing has moved.
-            GeminiError: if the program looks into the memory, or holds gradients of several ranks in it.
-        """
+        """Park the model, unless it is. All ranks come here together. What is refused has moved nothing."""
         if not self._state.is_parked:
             away = list[_Away]()
             with Attempt(BaseException) as attempt:
@@ -78,11 +73,7 @@ class Parking:
         self._depth += 1
 
     def leave(self) -> None:
-        """Bring the model back, at the end of the outermost block.
-
-        Raises:
-            BudgetExceeded: if somebody else holds the memory; the model is parked still, and nothing is lost.
-        """
+        """Bring the model back, at the end of the outermost block. If others have its memory it stays parked."""
         self._depth -= 1
         if self._depth == 0:
             self._come_back()

@@ -39,11 +39,8 @@ class MeasuredNorm:
 
 
 class Stepping:
-    """Makes the steps of one model. Called by the training thread alone, and never inside a backward.
-
-    Args:
-        rule: that the model was wrapped for.
-        mode: how gradients are kept, as ``GeminiConfig(gradients=)`` says.
+    """Makes the steps of one model. Called by the training thread alone, and never inside a backward. ``mode``: how
+    gradients are kept, as ``GeminiConfig(gradients=)`` says.
     """
 
     def __init__(self, parts: Parts, rule: UpdateRule, mode: str, backward: BackwardPass, recovery: Recovery):
