@@ -35,15 +35,7 @@ from gemini.train.checkpoint.format import (
     read_manifest,
 )
 from gemini.train.checkpoint.read import Reader
-from gemini.train.checkpoint.states import (
-    ModelPart,
-    Rest,
-    joined,
-    part_of,
-    plain_states,
-    rng_states,
-    scheduler_kind,
-)
+from gemini.train.checkpoint.states import ModelPart, Rest, joined, part_of, plain_states, rng_states, scheduler_kind
 from gemini.train.checkpoint.write import (
     CheckpointHome,
     Draft,

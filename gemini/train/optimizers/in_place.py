@@ -21,14 +21,7 @@ from gemini.rules import ADAM, UpdateRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.by_name import owner_of
 from gemini.train.params.guard import refuse_in
-from gemini.train.params.handle import (
-    give_to,
-    handle_of,
-    optimizer_of,
-    original_class,
-    params_of,
-    stepping_in_backward,
-)
+from gemini.train.params.handle import give_to, handle_of, optimizer_of, original_class, params_of, stepping_in_backward
 
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 """What the new class does in another way."""
