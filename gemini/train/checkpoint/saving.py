@@ -262,15 +262,11 @@ def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: An
 
 
 def _engine(model: nn.Module) -> Engine:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"the folder comes first, then the model: save_checkpoint(directory, model, optimizer, ...), and so for "
-            f"load_checkpoint. Got {type(model).__name__} for the model"
-        )
-    engine = model.__dict__.get("_gemini_engine")
+    engine = getattr(model, "__dict__", {}).get("_gemini_engine")
     if not isinstance(engine, Engine):
         raise TypeError(
-            "checkpoints are of GeminiDDP models: wrap the model first, or use torch.save(model.state_dict())"
+            "checkpoints are of GeminiDDP models: wrap the model first (the folder comes first, then the model. Got "
+            f"{type(model).__name__} for the model), or use torch.save(model.state_dict())"
         )
     return engine
 
