@@ -6,7 +6,6 @@ small ones exact. What is small is lowered here, so that the matrices of a tiny 
 
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +138,6 @@ def assert_same(model: Any, plain: dict[str, Any]) -> None:
             assert kept.dtype is state.dtype and torch.equal(bits(kept), bits(state)), (name, kind)
         num_compact += not world.by_names[name].chunk.spec.exact
     assert 0 < num_compact < len(plain["masters"]), "some params are compact, and some are small"
-
-
-@pytest.mark.parametrize(("how", "warns"), [("small", True), ("compact", False), ("frozen", False), ("exact", False)])
-def test_compact_states_that_no_param_gets_are_told(how: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    if how != "compact":
-        monkeypatch.setattr(spec_rules, "SMALLEST", 10**6)
-    if how == "frozen":
-        model.requires_grad_(False)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        gemini.GeminiDDP(model, config_for("adam", states="exact" if how == "exact" else "compact"))
-    said = [str(one.message) for one in told if "compact" in str(one.message)]
-    assert len(said) == warns
-    assert all('states="compact" has no effect' in one and "at least 1,000,000 elements" in one for one in said)
 
 
 @pytest.mark.sweep(every=2)

@@ -193,20 +193,21 @@ class Flights:
                 return
             # Its memory goes back in any case; the error is told to whoever asks for the tensor.
             error = self._end(flight)
-            if error and (offloaded := flight.of()):
-                offloaded.error = _without_traceback(error)
             if error and not flight.taken_back:
                 self._untold.append(error)
 
     def _end(self, flight: Flight) -> Exception | None:
         """Take the memory of a flight back when it is over: what went wrong."""
-        error = flight.outcome()
-        if offloaded := flight.of():
-            offloaded.flight = None
+        error, offloaded = flight.outcome(), flight.of()
+        # First: without a flight and without an error its place would be read, which was not written.
+        if error and offloaded and flight.lane is Lane.OFFLOAD:
+            offloaded.error = _without_traceback(error)
         # Off the list and freed together: what is off it is freed by nobody else.
         with WHOLE:
             self._transfers.end(flight)
-            self._free(flight, park=error is None)
+            self._free(flight, park=not error)
+            if offloaded:
+                offloaded.flight = None
         return error
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,19 +30,16 @@ class Scale:
     """The loss scale between two of its changes. On a GPU the host waits for its value only when it is asked for."""
 
     def __init__(self, value: float | torch.Tensor):
-        self._given, self._value = value, None if isinstance(value, torch.Tensor) else float(value)
+        self._given = value
 
-    @property
+    @cached_property
     def value(self) -> float:
-        """The number, for which the host waits where it is on a GPU."""
-        if self._value is None:
-            # The one wait for the device, at the first time that somebody asks.
-            self._value = float(self._given)
-        return self._value
+        """The number, for which the host waits, once, where it is on a GPU."""
+        return float(self._given)
 
     def snapshot(self) -> None:
         """Keep the value: the tensor it is read from is about to change."""
-        if self._value is None:
+        if "value" not in vars(self):
             self._given = torch.as_tensor(self._given).clone()
 
 

@@ -246,7 +246,6 @@ def decide(
             f"{e}. If it is only evaluated, freeze it before it is wrapped (model.requires_grad_(False)): then it "
             f"needs {COMPUTE_DTYPES[config.precision].itemsize} bytes per param"
         ) from e
-    _warn_of_no_compact(config, chosen.problem)
     # With "auto" the size of the tiles is that of the trace which was chosen.
     tile_tokens = chosen.trace.tile_tokens if config.tile_tokens in (None, "auto") else config.tile_tokens
     return chosen._replace(tile_tokens=tile_tokens, kept=kept)
@@ -340,15 +339,6 @@ class _Chooser:
             offload = None if offload == "auto" else offload
             return planner.choose(pose(offload), None, offload)
         return planner.best_of(pose, None, offload)
-
-
-def _warn_of_no_compact(config: GeminiConfig, problem: Problem) -> None:
-    trained = [chunk for chunk in problem.layout.chunks if chunk.trainable]
-    if config.states == "compact" and trained and all(chunk.exact for chunk in trained):
-        warn(
-            'states="compact" has no effect: all trained params keep exact states, since none of them has two or more '
-            f"dimensions and at least {config.rule_spec.smallest:,} elements. Leave it out"
-        )
 
 
 def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:

@@ -368,7 +368,7 @@ class Updates:
     def await_held(self) -> None:
         """Wait until no update in flight holds gradients."""
         for job in list(self.pending.values()):
-            if job.held is not None:
+            if job.held:
                 # Not `_await`: they stay in the list, and their errors are told where their chunks are needed.
                 job.wait_until_over()
 

@@ -154,9 +154,8 @@ class UpdateWorker(JobThread):
     def _begin_tiles(self) -> None:
         """Start what comes next, as far as there are slots. One tile in place at a time: nothing is brought for it."""
         while True:
-            if self._next is None:
-                self._next = self._next_tile()
-            if self._next is None:
+            self._next = self._next or self._next_tile()
+            if not self._next:
                 return
             job, tile = self._next
             free = self._slots_of(tile)
