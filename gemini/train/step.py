@@ -41,8 +41,7 @@ class Occupancy:
         self._alone: dict[str, _Mark] = {}
         """Who is alone ("is"), and who will be when all forwards are over ("wants"), so that none begins meanwhile.
         ``setdefault`` lets one of several have a mark."""
-        self._queue: set[object] = set()
-        """One for each wait to enter: who comes to be alone later comes after it."""
+        self._queue: set[object] = set()  # one for each wait to enter: who comes to be alone later comes after it
         self._parked: set[int] = set()
         """Threads that wait to be alone for a backward inside of a forward, and parts that wait to enter."""
 
@@ -213,8 +212,7 @@ class _Mark(NamedTuple):
     """Says whether it is at work still; None for as long as its thread lives."""
 
 
-_LOOK_SECONDS = 0.0005
-"""How often a thread looks whether it may go on."""
+_LOOK_SECONDS = 0.0005  # how often a thread looks whether it may go on
 
 _WAITS = frozenset({"threading", "concurrent", "multiprocessing", "queue", "asyncio", "selectors"})
 """Packages of Python's in which a thread stands that waits for another."""
@@ -277,19 +275,15 @@ class StepState:
 
     def __init__(self) -> None:
         self.occupancy = Occupancy()
-        self.num_gathered = 0
-        """Open ``gathered()`` blocks, and operations that read params outside of any module."""
-        self.in_forward = False
-        """Whether a forward runs, in any thread."""
+        self.num_gathered = 0  # open ``gathered()`` blocks, and operations that read params outside of any module
+        self.in_forward = False  # whether a forward runs, in any thread
         self.in_backward = False
         """Whether a backward runs. A forward may be inside of it (activation checkpointing recomputes one) or around it
         (forces are gradients of an energy): which of them waits for the other makes no difference here."""
         self.computing = False
         """Whether params are ordinary ones now: a forward, a backward or ``gathered()`` is under way."""
-        self.backward_number = 0
-        """The number of the backward that runs, or ran last."""
-        self.takes_gradients = False
-        """Whether params have got gradients in the backward that runs."""
+        self.backward_number = 0  # the number of the backward that runs, or ran last
+        self.takes_gradients = False  # whether params have got gradients in the backward that runs
         self.accumulating = False
         """Gradient accumulation: inside ``no_sync()`` gradients are added up, and none is used yet."""
         self.updated_in_backward = False
@@ -302,8 +296,7 @@ class StepState:
         """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
         self.clip_in_backward = 1.0
         """Factor by which a backward that updates multiplies gradients (``measuring_grad_norm``)."""
-        self.measuring = False
-        """Whether gradients that arrive are measured and thrown away."""
+        self.measuring = False  # whether gradients that arrive are measured and thrown away
         self.requires_grad_changed = False
         """Whether ``requires_grad`` of a param was flipped at rest and nobody has followed it yet."""
         self.in_method = False
@@ -314,18 +307,14 @@ class StepState:
         self.num_looked_at = -1
         """Number of params and modules that had been registered anywhere when the whole model was looked at last
         (:mod:`gemini.train.modules.changing`)."""
-        self.has_stepped = False
-        """Whether an optimizer step is over."""
+        self.has_stepped = False  # whether an optimizer step is over
         self.num_open = 0
         """Number of things that have begun to compute and not ended in order; after an interrupt they never will."""
-        self.num_unreduced = 0
-        """Chunks whose gradients are whole on this rank and not reduced yet."""
-        self.is_parked = False
-        """Whether the model has left the device that computes: inside ``parked()``."""
+        self.num_unreduced = 0  # chunks whose gradients are whole on this rank and not reduced yet
+        self.is_parked = False  # whether the model has left the device that computes: inside ``parked()``
         self.shows_averages = False
         """Whether averages are in the place of the masters, and these in the averages': inside ``swapped_in()``."""
-        self.swapped_by = 0
-        """The thread that is inside of it, or was last."""
+        self.swapped_by = 0  # the thread that is inside of it, or was last
         self.corrupted_by: str | None = None
         """The error that broke an update off: some weights and states are of this step and some are not."""
         self._unreported: BaseException | None = None

@@ -55,8 +55,7 @@ class Offloaded:
         self.stride = torch.empty_like(tensor, device="meta").stride()
         self.num_bytes = in_pages(tensor.nbytes)
         self.flight: Flight | None = None  # on its way out, or back
-        self.error: BaseException | None = None
-        """What kept it from being written."""
+        self.error: BaseException | None = None  # what kept it from being written
 
     def let_go(self) -> None:
         """Leave a note that nobody will read it, and no more: it may run in the middle of anything, under any lock."""
@@ -83,8 +82,7 @@ class Flight(Transfer):
         # Weakly: a flight must not keep what the graph has let go.
         super().__init__(lane, of=weakref.ref(offloaded))
         self.num_bytes = offloaded.num_bytes
-        self.buffer: torch.Tensor | None = None
-        """Page-aligned host memory, between the computing memory and the drive."""
+        self.buffer: torch.Tensor | None = None  # page-aligned host memory, between the computing memory and the drive
         self.on_device: torch.Tensor | None = None
         """Where the host does not compute: the values there, of the tensor's shape and contiguous. Nobody else may have
         that memory before ``copies`` are over."""
@@ -96,8 +94,7 @@ class Flights:
     """
 
     def __init__(self, store: ChunkStore, tier: Tier):
-        self.in_turn = not store.transfers.beside
-        """Whether moves are made in turn: then nothing is begun here."""
+        self.in_turn = not store.transfers.beside  # whether moves are made in turn: then nothing is begun here
         self._device, self._mover, self._file = store.device, store.mover, store.files.get(tier)
         self._ledger, self._transfers = store.ledger, store.transfers
         self._computing = store.device.tier

@@ -54,8 +54,7 @@ class ActivationStore:
             warn(f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already")
         # Notes of finalizers: a deque, since adding to it is one C call and takes no lock.
         self.gone: deque[Gone] = deque()
-        self.offloads = tier is not store.device.tier
-        """Whether anything of this has an effect."""
+        self.offloads = tier is not store.device.tier  # whether anything of this has an effect
         self._tier = tier
         self._calls = calls
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover

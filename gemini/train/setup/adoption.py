@@ -37,8 +37,7 @@ class Adoption:
         self._exposure, self._saved_weights, self._is_divided = exposure, saved_weights, is_divided
         self._taken = dict[ParamHandle, tuple[torch.dtype, torch.Tensor | None]]()
         self._is_whole = False
-        self.becomes_whole = False
-        """Whether params that are slices become whole again at the end, as experts do."""
+        self.becomes_whole = False  # whether params that are slices become whole again at the end, as experts do
         self._values: dict[ParamHandle, torch.Tensor] | None = None
 
     def take_all(self, *, filled: bool = False) -> None:
