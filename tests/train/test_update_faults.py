@@ -15,7 +15,7 @@ import torch
 import gemini
 from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
-from gemini.memory.movement import worker as job_worker
+from gemini.memory.movement import transfers
 from gemini.memory.movement.transfers import Job, JobThread, Lane
 from gemini.memory.nvme import SpillFile
 from gemini.train.update import worker as update_worker
@@ -146,7 +146,7 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
         optimizer.zero_grad()
     world = world_of(model)
     world.settle()
-    monkeypatch.setattr(job_worker, "_END_SECONDS", 3.0)
+    monkeypatch.setattr(transfers, "_END_SECONDS", 3.0)
     fetches, go, ended, found = world.transfers.thread(Lane.FETCH), threading.Event(), threading.Event(), list[bool]()
 
     class Ends:
