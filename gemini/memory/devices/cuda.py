@@ -42,8 +42,7 @@ _STREAMS_OF_TORCH = 32
 
 
 class _OfThread(threading.local):
-    is_beside = False
-    """Whether the calling thread computes on a stream beside the computing one."""
+    is_beside = False  # whether the calling thread computes on a stream beside the computing one
 
 
 class CudaDevice(Device):
@@ -357,8 +356,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _own_gpu() -> int:
-    """The GPU of this process: as torchrun counts processes on a machine, unless the program chose another already. It
-    is the current device from then on: ``batch.to("cuda")`` finds the model, and GPU 0 gets no context of every rank.
+    """The GPU of this process: as torchrun counts processes on a machine, unless the program chose another already.
+    Current from then on: ``batch.to("cuda")`` finds the model, and GPU 0 gets no context of every rank.
     """
     current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", 0))
     if current != 0 or local == 0 or local >= torch.cuda.device_count():

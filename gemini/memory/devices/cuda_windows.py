@@ -1,8 +1,7 @@
 """Streams, events and windows of a GPU: blocks of a pool of their own, each written again only behind its last use.
 
 An error of the GPU belongs to the whole process: CUDA tells it in whichever call comes next, and nothing works
-afterwards. So a copy that failed there surfaces in the next wait of anybody, not only in its own, and trying it again
-fails like everything else; what can fail on its own (a file, a refused copy) is told before the copy is under way.
+afterwards. What can fail on its own (a file, a refused copy) is told before the copy is under way.
 
 The caching allocator orders the reuse of a block on the stream that it was allocated for: whoever works on that stream
 finds all earlier uses behind it. Windows are filled by copies on other streams, long before the computing stream has

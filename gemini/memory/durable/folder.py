@@ -54,7 +54,6 @@ class Commit(NamedTuple):
 
     @property
     def sequence(self) -> int:
-        """The number of the commit."""
         return self.records[0].sequence
 
 
@@ -159,15 +158,13 @@ def record_path(store: Path, rank: int, place: int) -> Path:
 
 
 class StoreFolder:
-    """A store in use by one rank of a run: its lock, its slots, and the records that this rank writes.
+    """A store in use by one rank of a run: its lock, its slots, and the records that this rank writes. StorageError if
+    another run uses it, it cannot be written, or the disk is full.
 
     Args:
         directories: existing and writable: that of the store, and of each further drive over which slots are striped.
         sizes: bytes of each plane that is durable, whole pages, by a name.
         smallest: over the ranks of this run, which share the store.
-
-    Raises:
-        StorageError: if another run uses it, it cannot be written, or the disk is full.
     """
 
     def __init__(
@@ -279,11 +276,8 @@ class StoreFolder:
         return checksum
 
     def commit(self, record: CommitRecord) -> None:
-        """Write a record of what :meth:`SlotFile.sync` has brought to the drive. All ranks have done so before
-        :meth:`committed_by_all`.
-
-        Raises:
-            StorageError: it may be on the drive or not, so this commit and the one before must both stay whole.
+        """Write a record of what :meth:`SlotFile.sync` has brought to the drive, on all ranks before
+        :meth:`committed_by_all`. After a StorageError it may be there or not: this commit and the one before must stay.
         """
         write_record(record_path(self.folder, self.rank, self._place), record)
         # The first record makes its file: its name must be on the drive as well, and those of slots.

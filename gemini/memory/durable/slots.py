@@ -153,7 +153,7 @@ class SlotPair:
 
     @property
     def can_be_tentative(self) -> bool:
-        """Whether there is a slot for every page that holds neither what was committed nor what is there now."""
+        """Whether every page has a slot that holds neither what was committed nor what is there now."""
         return self._now == self._committed or all(
             ZEROS in (slot, now) or slot == now
             for first, last, slot in _runs(self._committed, 0, len(self._committed))

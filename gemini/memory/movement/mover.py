@@ -206,9 +206,7 @@ class Working(NamedTuple):
 
 
 class _ThreadWork(threading.local):
-    """The work of the calling thread; None on the training thread."""
-
-    working: Working | None = None
+    working: Working | None = None  # None on the training thread
 
 
 class Mover:
@@ -309,7 +307,7 @@ class Mover:
         return self.load(plane, start, stop, staged), True
 
     def gather(self, chunk: Chunk) -> Event:
-        """Start to fill a populated window with the weights from home, cast to the compute dtype: see :meth:`fetch`."""
+        """Start to fill a populated window with the weights from home, cast to the compute dtype (:meth:`fetch`)."""
         return self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
 
     def needs_staging(self, chunk: Chunk) -> bool:
@@ -319,9 +317,8 @@ class Mover:
         return plane.dtype != flat.dtype or not (plane.host_view(0, 0) is not None or self._is_straight(plane, flat))
 
     def computes(self, chunk: Chunk) -> bool:
-        """Whether :meth:`gather` is work for the computing device: a cast of masters that it keeps itself.
-
-        Such work belongs to the thread that computes, whose stream puts it before what reads the result.
+        """Whether :meth:`gather` is work for the computing device, a cast of masters that it keeps: it belongs to
+        the thread that computes, whose stream puts it before what reads the result.
         """
         return self.device.tier is Tier.GPU and chunk.weights.device_view(0, 0) is not None
 
@@ -359,9 +356,8 @@ class Mover:
         return event
 
     def _send_tiles(self, plane: Plane, flat: torch.Tensor) -> Event:
-        """Tile after tile through areas of staging: some are being read into while another one is on its way.
-
-        A worker has a set of its own and uses all of it; the training thread leaves most of its set to others.
+        """Tile after tile through areas of staging: some are being read into while another one is on its way. A worker
+        has a set of its own and uses all of it; the training thread leaves most of its set to others.
         """
         staging, casts = self.own_staging(), plane.dtype != flat.dtype
         rest = tuple(range(2, staging.num_scratch))

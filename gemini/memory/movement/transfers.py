@@ -98,9 +98,7 @@ def _nothing() -> None:
 
 class JobThread:
     """A thread with a queue of jobs by urgency; what it does with them is the subclass's ``_work``. Any thread may
-    queue, hurry and cancel.
-
-    A job is waiting, or a thread has it, or it is over: the training thread changes that inside ``WHOLE``.
+    queue, hurry and cancel; the training thread does so inside ``WHOLE``.
     """
 
     is_daemon = True
@@ -241,8 +239,8 @@ class Worker(JobThread):
             self._running.finish(GeminiError(f"{self.name} was closed: its model was deleted"))
 
     def submit(self, run: Callable[[], None], urgency: float = 0.0) -> Job:
-        """Run ``run`` on the worker's thread, before what is less urgent (a larger number). Where somebody has to know
-        the job, that belongs into one ``WHOLE`` with this: an interrupt comes when it is on its way.
+        """Run ``run`` on the worker's thread, before what is less urgent (a larger number). To note the job goes into
+        one ``WHOLE`` with this: an interrupt comes when it is on its way.
         """
         job = Job(urgency)
         job.run = run
