@@ -39,16 +39,12 @@ DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD = range(4)
 
 
 class ExpertExchange:
-    """The exchange among the ranks that have the experts of the same layers.
-
-    Args:
-        names: of the modules that have experts.
-        most: experts that one of them has over all ranks.
+    """The exchange among the ranks that have the experts of the modules with these ``names``; one of them has at most
+    ``most`` over all ranks.
     """
 
     def __init__(self, wire: Wire, names: Sequence[str], most: int):
-        self._wire, self._names, self._most = wire, names, most
-        self.rank, self.size = wire.rank, wire.size
+        self.wire, self._names, self._most = wire, names, most
 
     def meet(self, point: int, layer: int, numbers: torch.Tensor | None = None) -> torch.Tensor:
         """Wait until all ranks stand at ``point`` of a layer; some integers of each, stacked, on the CPU. Raises
@@ -60,11 +56,11 @@ class ExpertExchange:
         said[0], said[1] = 2 * point + (not torch.is_grad_enabled()), layer
         if numbers is not None:
             said[2 : 2 + len(numbers)] = numbers
-        told = self._wire.swap(Tag.EXPERTS, said, _WHAT)
+        told = self.wire.swap(Tag.EXPERTS, said, _WHAT)
         if not bool((told[:, :2] == told[0, :2]).all()):
             where = "; ".join(
                 f"rank {rank} is in {self._place(*at)}"
-                for rank, at in zip(self._wire.global_ranks, told[:, :2].tolist(), strict=True)
+                for rank, at in zip(self.wire.global_ranks, told[:, :2].tolist(), strict=True)
             )
             raise RankMismatch(
                 f"ranks with other experts of the same layers (ep) do different things: {where}. Every rank of a mesh "
@@ -76,10 +72,6 @@ class ExpertExchange:
         point, has_no_gradients = divmod(said, 2)
         words = _PLACES[point].format(self._names[layer])
         return words + (" (without gradients)" if has_no_gradients and point < COMBINE_BACKWARD else "")
-
-    def swap_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """As :meth:`Wire.all_to_all`."""
-        return self._wire.all_to_all(Tag.EXPERTS, rows, sent, received, _WHAT)
 
 
 class _Way(NamedTuple):
@@ -95,7 +87,7 @@ class _SwapRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, way: _Way, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.way = way
-        return tuple(way.exchange.swap_rows(part, way.sent, way.received) for part in parts)
+        return tuple(way.exchange.wire.all_to_all(Tag.EXPERTS, part, way.sent, way.received, _WHAT) for part in parts)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -103,7 +95,7 @@ class _SwapRows(torch.autograd.Function):
         way: _Way = ctx.way
         # Backwards of layers may run in another order on a rank that took another path.
         way.exchange.meet(*way.back)
-        return None, *(way.exchange.swap_rows(grad, way.received, way.sent) for grad in grads)
+        return None, *(way.exchange.wire.all_to_all(Tag.EXPERTS, grad, way.received, way.sent, _WHAT) for grad in grads)
 
 
 def dispatched_forward(
@@ -119,15 +111,15 @@ def dispatched_forward(
     exchange: ExpertExchange
     exchange, layer = self.__dict__["_gemini_experts"]
     num_here = int(self.num_experts)  # type: ignore[arg-type]
-    (num_tokens, top_k), size = top_k_index.shape, exchange.size
+    (num_tokens, top_k), size = top_k_index.shape, exchange.wire.size
     experts = top_k_index.reshape(-1)
     # Stable, so that rows of one expert stay in the order of tokens: sums depend on it.
     order = experts.argsort(stable=True)
     counts = torch.bincount(experts, minlength=num_here * size).cpu()
     # On the CPU: the sizes of the next messages are needed there before they can begin.
     told = exchange.meet(DISPATCH, layer, counts).view(size, size, num_here)
-    sent = told[exchange.rank].sum(-1).tolist()
-    of_here = told[:, exchange.rank]  # by the rank they come from, and by expert
+    sent = told[exchange.wire.rank].sum(-1).tolist()
+    of_here = told[:, exchange.wire.rank]  # by the rank they come from, and by expert
     # Known before any row travels: memory for them is made once.
     received = of_here.sum(-1).tolist()
     there = _Way(exchange, sent, received, (DISPATCH_BACKWARD, layer))
@@ -168,7 +160,7 @@ class SpreadExperts(WholeParams):
         exchange = ExpertExchange(ranks.experts, list(here), most)
         for number, module in enumerate(here.values()):
             # Kernels count the experts that are here by this attribute.
-            self._put(module, "num_experts", int(module.num_experts) // exchange.size)  # type: ignore[arg-type]
+            self._put(module, "num_experts", int(module.num_experts) // exchange.wire.size)  # type: ignore[arg-type]
             self._put(module, "_gemini_experts", (exchange, number))
             self._put(module, "forward", MethodType(dispatched_forward, module))
 
