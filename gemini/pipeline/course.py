@@ -62,13 +62,7 @@ def course_of(
     """Run ``model`` on ``batch``, without values. ``loss_from`` makes a loss of what forward returns. Raises ValueError
     for a model whose blocks do not follow each other with nothing but hidden states between them.
     """
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: every block of its decoder reads the output of the "
-            "encoder, which pipeline stages do not pass on. Use dp or tp"
-        )
-    if getattr(config, "output_router_logits", False):
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ValueError(
             f"{type(model).__name__} adds a loss of its routers (output_router_logits=True), to which every block "
             "contributes and which pipeline stages do not pass on. Set it to False"
@@ -119,9 +113,7 @@ def course_of(
             f"{type(model).__name__} runs {(between or again)[0]} between its blocks, or both before and after them, "
             "so several stages would need it. Use dp or tp"
         )
-    fault = flow.fault
-    if changed and not fault:
-        fault = f"{changed[0] or 'it'} keeps something that a forward has made"
+    fault = flow.fault or (changed and f"{changed[0] or 'it'} keeps something that a forward has made")
     if fault:
         raise ValueError(
             f"in {type(model).__name__} {fault}, and pipeline stages pass on hidden states alone. Use dp or tp"

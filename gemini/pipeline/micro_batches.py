@@ -25,9 +25,6 @@ from gemini.tracing.ahead import loss_of as loss_in
 from gemini.train.params.handle import original_class, stepping_in_backward
 from gemini.train.passes.again import marks_of, own_hooks
 
-_OF_TRANSFORMERS = "make_inputs_require_grads"
-"""The hook of transformers' on an embedding for gradient checkpointing, which does nothing else."""
-
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
 _SEEN = "_gemini_courses"
@@ -38,18 +35,15 @@ goes with it.
 
 @dataclass
 class _Seen:
-    """What was seen of a model in its ``settings`` (:func:`_settings`): the way of each kind of micro-batch through it,
-    or why it is not cut; and the stages, of the way that ``course`` says.
-    """
+    """What was seen of a model in its ``settings`` (:func:`_settings`)."""
 
     settings: Any = None
     courses: dict[Any, Course | str] = field(default_factory=dict)
-    course: Any = None
+    """Of each kind of micro-batch the way through it, or why it is not cut."""
+    course: Any = None  # of these stages
     stages: list[Stage] | None = None
-    strayed: str = ""
-    """Why a step went another way than was seen."""
-    warned: str = ""
-    """Of what was warned last."""
+    strayed: str = ""  # why a step went another way than was seen
+    warned: str = ""  # of what, last
 
 
 def _seen_of(model: nn.Module) -> _Seen:
@@ -124,11 +118,8 @@ def breadth_first(
     loss_of: Callable[[Any, int], torch.Tensor],
     in_backward: Callable[[], AbstractContextManager[None]],
 ) -> torch.Tensor:
-    """Let each stage take all micro-batches before the next one does: the losses.
-
-    Args:
-        loss_of: makes the loss of what forward returns and the number of a micro-batch.
-        in_backward: entered for each backward.
+    """Let each stage take all micro-batches before the next one does: the losses. ``loss_of`` makes one of what forward
+    returns and the number of a micro-batch; ``in_backward`` is entered for each backward.
     """
     gradients = model._gemini_engine.backward.gradients
     chunks = [stage.chunks for stage in stages]
@@ -266,7 +257,8 @@ def _why_not_now(model: Any) -> str | None:
     for module in model.modules():
         hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
         theirs = [hook for known in hooks for number, hook in known.items() if number not in ours]
-        if any(getattr(hook, "__name__", "") != _OF_TRANSFORMERS for hook in theirs):
+        # But for that of transformers on an embedding, for gradient checkpointing.
+        if any(getattr(hook, "__name__", "") != "make_inputs_require_grads" for hook in theirs):
             return f"the program has hooked a {type(module).__name__}, whose hooks would be called in another order"
     return None
 

@@ -168,9 +168,8 @@ class Placeholder(_StandIn):
 
 
 class Stage(nn.Module):
-    """Blocks ``[start, stop)`` of a model, with what comes before or after them at its ends. Called with the hidden
-    states of the stage before (none on the first) and a micro-batch; gives hidden states, or on the last one what the
-    model returns.
+    """Blocks ``[start, stop)`` of a model, with what comes before or after them at its ends. It takes the hidden states
+    of the stage before, if any, and a micro-batch; gives hidden states, or on the last one what the model returns.
     """
 
     def __init__(self, model: Any, course: Course, start: int, stop: int):
@@ -257,9 +256,7 @@ class Stage(nn.Module):
 
 
 class Numbered(nn.Module):
-    """A stage for torch's schedules, which divide what they are given along its first dim: it is told the number of a
-    micro-batch, one of ``parts``.
-    """
+    """A stage for torch's schedules, which divide what they are given: it is told the number of one of ``parts``."""
 
     def __init__(self, stage: Stage):
         super().__init__()
@@ -272,9 +269,7 @@ class Numbered(nn.Module):
 
 
 def left_out(model: nn.Module, stages: Sequence[Stage]) -> AbstractContextManager[None]:
-    """Let go of modules that run in none of these stages: their params are on other ranks. If what is done inside
-    fails, they are back.
-    """
+    """Let go of modules that run in none of these stages; they are back if what is done inside fails."""
     never = set.intersection(*(set(stage.stand_ins) for stage in stages))
     return _standing_in(model, {name: stages[0].stand_ins[name] for name in sorted(never)}, stay=True)
 
@@ -305,10 +300,7 @@ def micro_batches_of(batch: Mapping[str, Any], number: int) -> list[dict[str, An
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     for name, value in tensors.items():
         if value.shape[0] % number:
-            raise ValueError(
-                f"{name} has {value.shape[0]} samples, which micro_batches={number} does not divide: give a batch of "
-                f"{-(-value.shape[0] // number) * number}, or another number"
-            )
+            raise ValueError(f"{name} has {value.shape[0]} samples, which micro_batches={number} does not divide")
     if not tensors:
         raise ValueError("step() takes tensors by name, for example step(input_ids=ids, labels=ids)")
     parts = {name: value.chunk(number) for name, value in tensors.items()}

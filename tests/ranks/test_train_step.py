@@ -138,7 +138,7 @@ def test_each_block_is_read_twice_and_its_gradients_land_once(tmp_path: Any) -> 
     [
         (partial(half, tie_word_embeddings=True), {}, "is also"),
         (partial(half, attention_dropout=0.1), {}, "dropout"),
-        (partial(small, "t5"), {}, "encoder-decoder"),
+        (partial(small, "t5"), {}, "pass on hidden states alone"),
         (half, {"precision": "fp16"}, "loss scale"),
     ],
     ids=["tied", "dropout", "encoder-decoder", "fp16"],
