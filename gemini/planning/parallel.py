@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from gemini.errors import BudgetExceeded
 from gemini.planning.costs import Costs, Efficiency, Grid, Group, MeshSizes, sent_in_ring
@@ -195,8 +196,7 @@ LOOPS = 2
 """Stages of a rank that takes micro-batches breadth first, as ``gemini.Pipeline`` has them."""
 
 
-@dataclass(frozen=True)
-class StageOutcome:
+class StageOutcome(NamedTuple):
     """One rank of a stage: the first of its blocks and the one after the last, the plan of all its micro-batches, and
     the step played, without the time in which it waits for other stages.
     """
@@ -332,21 +332,19 @@ def _play(
         timeline = simulate(plan, hardware, schedule=schedule, mesh=sizes)
         stages.append(StageOutcome((start, stop), plan, timeline))
 
-    def most_sent(group: Group, bytes_of: Callable[[StageOutcome], int]) -> tuple[int, int]:
+    def most_sent(group: Group, by_stage: Iterable[int]) -> tuple[int, int]:
         """Of the rank that sends most: inside its machine, and to others."""
-        sent = sent_in_ring(group, max(map(bytes_of, stages)))
+        sent = sent_in_ring(group, max(by_stage))
         return round(sent.inside), round(sent.between)
 
-    def of_moments(dim: str) -> Callable[[StageOutcome], int]:
-        return lambda stage: stage.plan.accumulate * sum(getattr(m, dim) for m in stage.plan.trace.moments)
-
-    def of_shards(stage: StageOutcome) -> int:
-        return sum(span.num_bytes for span in stage.timeline.spans if span.track in (Track.GATHER, Track.REDUCE))
-
+    steps = [(stage.plan.accumulate, stage.plan.trace.moments) for stage in stages]
+    shared = (
+        [s.num_bytes for s in stage.timeline.spans if s.track in (Track.GATHER, Track.REDUCE)] for stage in stages
+    )
     sent = {
-        "slices of layers": most_sent(grid.slices, of_moments("tp_bytes")),
-        "parts of sequences": most_sent(grid.parts, of_moments("cp_bytes")),
-        "weights and gradients": most_sent(grid.shards, of_shards),
+        "slices of layers": most_sent(grid.slices, (n * sum(m.tp_bytes for m in moments) for n, moments in steps)),
+        "parts of sequences": most_sent(grid.parts, (n * sum(m.cp_bytes for m in moments) for n, moments in steps)),
+        "weights and gradients": most_sent(grid.shards, map(sum, shared)),
     }
     loops, bubble = LOOPS if order == "bfs" else 1, 0.0
     if sizes.pp > 1:
