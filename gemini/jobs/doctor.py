@@ -100,8 +100,11 @@ def _cpu() -> Iterator[str]:
 
 
 def _cpu_name() -> str:
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return found[1] if found else platform.machine()
+    """As Linux has it, or what Python knows."""
+    with suppress(OSError):
+        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def _memory() -> Iterator[str]:
