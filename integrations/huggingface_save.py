@@ -111,11 +111,13 @@ def newest(run_dir: str, store: Path | None) -> str | None:
     """The checkpoint that a run goes on from: the last commit of its durable store, if that is further. One process
     calls.
     """
-    whole, durable = last_whole(run_dir), of_run(store, run_dir)
+    whole = last_whole(run_dir)
     step = -1 if whole is None else int(Path(whole).name.removeprefix("checkpoint-"))
-    if store is None or durable is None or durable.step <= step:
-        return whole
-    return str(as_checkpoint(store, durable, run_dir))
+    if store is not None and has_commit(store):
+        durable = committed(store)
+        if durable is not None and durable.run == os.path.realpath(run_dir) and durable.step > step:
+            return str(as_checkpoint(store, durable, run_dir))
+    return whole
 
 
 def last_whole(run_dir: str) -> str | None:
@@ -231,12 +233,6 @@ def committed(store: Path) -> Committed | None:
         return Committed(int(extra["global_step"]), str(extra["run"]), dict(extra["files"]))
     except (TypeError, KeyError, ValueError):
         return Committed(-1, "", {})
-
-
-def of_run(store: Path | None, run_dir: str | Path) -> Committed | None:
-    """The last commit in ``store``, if there is one and it is of the run whose folder is ``run_dir``."""
-    found = None if store is None or not has_commit(store) else committed(store)
-    return found if found is not None and found.run == os.path.realpath(run_dir) else None
 
 
 def as_checkpoint(store: Path, found: Committed, run_dir: str | Path) -> Path:
