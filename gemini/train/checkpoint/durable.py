@@ -196,8 +196,7 @@ class SlotReader(TensorFile):
         self._places = {name: (entry["slots"], entry["at"]) for name, entry in tensors.items()}
         """By tensor its plane, and where it is in it."""
         self.entries = {name: {"of": e["of"], "start": e["start"], "sums": []} for name, e in tensors.items()}
-        self._whole: set[tuple[str, int]] = set()
-        """Runs that were compared, by plane and first page."""
+        self._whole: set[tuple[str, int]] = set()  # runs that were compared, by plane and first page
         self.slots: dict[str, tuple[Runs, int, int]] = {}
         """By plane its runs, where its slots begin, and the bytes of one."""
         offset = 0

@@ -106,26 +106,20 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     format: str = FORMAT
     version: int
     precision: Literal["bf16", "fp16", "fp32"]
-    rule: RuleSpec = ADAM
-    """Of the updates: Adam where a checkpoint does not say it."""
-    exact: tuple[str, ...] = ()
-    """Of a rule with compact states: the params whose states are exact."""
-    piece: int
-    """Elements of a checksum."""
+    rule: RuleSpec = ADAM  # of the updates: Adam where a checkpoint does not say it
+    exact: tuple[str, ...] = ()  # of a rule with compact states: the params whose states are exact
+    piece: int  # elements of a checksum
     params: dict[str, SavedParam]
     files: dict[str, SavedFile]
-    loss_scale: Any = None
-    """Of versions that scaled backwards without a ``GradScaler``."""
-    scheduler_kind: str | None = None
-    """The name of its class; None without one, and in checkpoints that do not say it."""
+    loss_scale: Any = None  # of versions that scaled backwards without a ``GradScaler``
+    scheduler_kind: str | None = None  # the name of its class; None without one, and in checkpoints that do not say it
     scheduler: Any
     groups: Any
     plain: Any
     buffers: Any
     extra: Any
     rng: Any
-    factors: Any = None
-    """None in checkpoints of rules without any."""
+    factors: Any = None  # None in checkpoints of rules without any
 
 
 # ---- files of tensors ------------------------------------------------------------------------------------------------

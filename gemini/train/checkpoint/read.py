@@ -132,8 +132,7 @@ class Reader:
         exact = frozenset(manifest.exact)
         self._rule, self._params, self._is_bf16 = rule, manifest.params, manifest.precision == "bf16"
         self._forms = {name: Form(manifest.rule.of(name in exact), p.fp32) for name, p in manifest.params.items()}
-        self._num_rounded = 0
-        """Params whose states were exact and are compact here."""
+        self._num_rounded = 0  # params whose states were exact and are compact here
         # In one order on every rank: each compares its share of them.
         self._entries = [
             (opened[file], name, entry)

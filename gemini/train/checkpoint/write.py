@@ -56,12 +56,9 @@ class PlanePart(NamedTuple):
     plane: Plane
     spec: TensorSpec
     """What it is in a file: a whole param has its own name and shape, a slice says which, a part its elements."""
-    numel: int
-    """Items of this rank's part: elements, or of a plane with one item for a block of them, blocks."""
-    offset: int
-    """The place in the whole param's items at which they begin."""
-    first: int
-    """The place in the plane's items at which they begin."""
+    numel: int  # items of this rank's part: elements, or of a plane with one item for a block of them, blocks
+    offset: int  # the place in the whole param's items at which they begin
+    first: int  # the place in the plane's items at which they begin
 
     def place(self, start: int) -> int:
         """The element of the plane at which item ``start`` of the part stands."""
@@ -110,8 +107,7 @@ class Piece(NamedTuple):
     plane: Plane
     start: int
     stop: int
-    cuts: list[Cut]
-    """What of sources it has; none where a home keeps planes."""
+    cuts: list[Cut]  # what of sources it has; none where a home keeps planes
 
     def read(self, device: Device, staging: torch.Tensor) -> torch.Tensor:
         """Their items as a host tensor, in place where the host can read them, else in ``staging``."""
@@ -163,8 +159,7 @@ class Draft(NamedTuple):
 
     manifest: dict[str, Any]
     tensors: list[torch.Tensor]
-    rng: Any
-    """Of this rank; None where one that has another slice of the same params says it."""
+    rng: Any  # of this rank; None where one that has another slice of the same params says it
 
     def take_rng(self, rng: list[Any]) -> None:
         """Note the RNG states of all ranks, on the first one."""
@@ -177,12 +172,9 @@ class CheckpointHome(ABC):
     place: Path
     draft: Draft
     pieces: list[Piece]
-    held: set[int]
-    """Chunks that may change only when all is committed."""
-    pending: dict[int, Event]
-    """Updates that were in flight, by chunk: what is put is what they make."""
-    in_place: bool
-    """Whether no staging is needed."""
+    held: set[int]  # chunks that may change only when all is committed
+    pending: dict[int, Event]  # updates that were in flight, by chunk: what is put is what they make
+    in_place: bool  # whether no staging is needed
 
     @abstractmethod
     def begin(self, ranks: Handshake) -> None:
@@ -360,16 +352,12 @@ class PendingCheckpoint(WriteObserver):
 
     def __init__(self, place: Path):
         self._final = place
-        self._unsaved: dict[int, Latch] = {}
-        """Of each chunk that may not change yet, what is set when it may."""
-        self._held: set[int] = set()
-        """Chunks that may change only when all is written."""
-        self._pending: dict[int, Event] = {}
-        """Updates that were in flight, by chunk: what is written is what they make."""
+        self._unsaved: dict[int, Latch] = {}  # of each chunk that may not change yet, what is set when it may
+        self._held: set[int] = set()  # chunks that may change only when all is written
+        self._pending: dict[int, Event] = {}  # updates that were in flight, by chunk: what is written is what they make
         self._urgent: int | None = None
         self._abandoned = False
-        self._transfer: Transfer | None = None
-        """The writing behind the training; None where it is written at once."""
+        self._transfer: Transfer | None = None  # the writing behind the training; None where it is written at once
         self._transfers: Callable[[], Transfers | None] = lambda: None
         """Weak: it has the model's staging, and a handle of the checkpoint may outlive the model."""
         self._was_told = False

@@ -70,8 +70,11 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
     # Read while it is torch's optimizer still: its states are by param there.
     past = {index: state for index, param in enumerate(params) if (state := _past_of(optimizer, param, rule))}
     # A method on the object itself would hide that of the new class.
+    step = before.get("step")
+    # What an LR scheduler has put around the step of the class is known.
+    is_of_scheduler = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is original.step
     for name in _SERVED:
-        if name in before and not (name == "step" and _is_of_scheduler(optimizer)):
+        if name in before and not (name == "step" and is_of_scheduler):
             raise ValueError(
                 f"{name} of the optimizer {original.__name__} was replaced by {before[name]!r}, which goes on calling "
                 f"{original.__name__}'s own: replace it after the optimizer was converted for the managed model"
@@ -136,12 +139,6 @@ def _put_back(optimizer: Any, original: type, attributes: dict[str, Any]) -> Non
     optimizer.__class__ = original
     vars(optimizer).clear()
     vars(optimizer).update(attributes)
-
-
-def _is_of_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` on the optimizer itself is what an LR scheduler has put around that of its class."""
-    step = vars(optimizer)["step"]
-    return hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
 
 
 def _renew_step(optimizer: torch.optim.Optimizer) -> None:
