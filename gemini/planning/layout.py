@@ -138,10 +138,7 @@ class Layout:
 
 
 def block_of(name: str) -> str:
-    """The outermost numbered block a param belongs to: ``block_of("model.layers.7.mlp.w") == "model.layers.7"``.
-
-    Params outside of any numbered block (embeddings, final norm, head) belong to the block ``""``.
-    """
+    """The outermost numbered block of a param: ``block_of("model.layers.7.mlp.w") == "model.layers.7"``, or ``""``."""
     match = _INDEX.match(name)
     return match["block"] if match else ""
 

@@ -210,12 +210,9 @@ class Problem:
     def spoken_for_by_name(
         self, *, gathers: bool = True, stages: bool = True, streams: bool = False
     ) -> dict[Tier, dict[str, int]]:
-        """What no plane may take, by tier and by what takes it.
-
-        Args:
-            gathers: some weights have to be gathered into windows.
-            stages: some plane cannot be worked on in place; on an accelerator that is always possible (reads by name).
-            streams: some update is streamed through the GPU.
+        """What no plane may take, by tier and by what takes it: where some weights have to be gathered into windows,
+        some plane cannot be worked on in place (on an accelerator that is always possible: reads by name), some update
+        is streamed through the GPU.
         """
         taken: dict[Tier, dict[str, int]] = {self.compute: {"context": self.beside, "activations": self.activations}}
 

@@ -69,13 +69,9 @@ def make_script(
     there: Collection[int],
     completed: Mapping[int, int],
 ) -> Script:
-    """The script of one forward and backward.
-
-    Args:
-        needs: the chunks that each moment reads, of those that have to be gathered.
-        let_go: the chunks that the plan lets go when each moment begins.
-        there: chunks that are gathered when the step begins.
-        completed: the moment in which all gradients of a chunk had arrived, in the order in which they had.
+    """The script of one forward and backward, from the chunks that each moment reads (of those that have to be
+    gathered), those that the plan lets go when it begins, those that are there when the step begins, and by chunk the
+    moment in which all its gradients had arrived, in the order in which they had.
     """
     gathered, gathers = set(there), []
     for moment, (needed, gone) in enumerate(zip(needs, let_go, strict=True)):

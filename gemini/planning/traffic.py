@@ -52,11 +52,8 @@ def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
 def gradient_traffic(
     problem: Problem, homes: Homes, index: int, *, adding: bool = False, streamed: bool = False
 ) -> Traffic:
-    """Landing the gradients of a chunk once, each param as it arrives (or, transient, bringing it to the update).
-
-    Args:
-        adding: to those of an earlier backward, which have to be read first.
-        streamed: the chunk's update is; then transient gradients are used where they are.
+    """Landing the gradients of a chunk once, each param as it arrives (or, transient, bringing it to the update, unless
+    that is ``streamed``). ``adding``: to those of an earlier backward, which have to be read first.
     """
     chunk, moved = problem.layout.chunks[index], Counter[Boundary]()
     if not chunk.trainable:
