@@ -80,7 +80,7 @@ class World:
             memory = dataclasses.replace(config.memory, nvme="64MiB", nvme_path=path)
             config = dataclasses.replace(config, memory=memory, offload_activations="nvme")
         self.model: Any = gemini.GeminiDDP(make(), config)
-        assert world_of(self.model).updates.runs_beside, "it overlaps"
+        assert world_of(self.model).transfers.beside, "it overlaps"
         self.optimizer = adam(self.model, step_in_backward=inside)
         self.clip = None if inside else 1.0
         train(self.model, self.optimizer, [0], self.loss, clip=self.clip)

@@ -51,7 +51,7 @@ class Stepping:
         self._gradients, self._sink, self._slices = parts.gradients, parts.sink, parts.slices
         self._backward, self._exposure, self._recovery = backward, parts.exposure, recovery
         self._may_guess = (
-            store.durable is not None and updates.runs_beside and mode != "transient" and not self._sink.has_replicas
+            store.durable is not None and store.transfers.beside and mode != "transient" and not self._sink.has_replicas
         )
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
         # `time.perf_counter()` when the step before was handed over.

@@ -91,11 +91,6 @@ class Updates:
             store.ledger.register(Turn.UPDATES, self._end_one, store.device.tier)
             store.ledger.register(Turn.GUESSES, self._undo_one, Tier.CPU)
 
-    @property
-    def runs_beside(self) -> bool:
-        """Whether updates can run beside training."""
-        return self._worker is not None
-
     # ---- handing over -------------------------------------------------------------------------------------------
 
     def submit(
