@@ -317,7 +317,7 @@ def test_an_interrupt_leaves_no_lock_and_nothing_half_done(where: str, name: str
 def test_waiting_for_an_update_holds_no_lock_that_the_worker_needs(tmp_path: Path) -> None:
     """At every moment in which the training thread shares something with the update worker."""
     trials = make_trials("ram", "drain", tmp_path)
-    shared = ("worker.py", "waiting.py", "threading.py", "device.py")
+    shared = ("worker.py", "transfers.py", "waiting.py", "threading.py", "device.py")
     moments = [moment for moment in trials.moments() if moment.code.co_filename.endswith(shared)]
     moments = [moment for moment in moments if moment.occurrence == 1]
     assert len(moments) > 50, "it waits"

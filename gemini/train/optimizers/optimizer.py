@@ -429,6 +429,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                     "gradient that a step has used. Call optimizer.zero_grad() after every optimizer.step()"
                 )
         stepping.step([handle for handle, _ in taking], [group for _, group in taking], stepping.rule.scalars)
+        if taking and stepping.looks_for_optimizers:
+            stepping.warn_of_no_optimizer()
 
     def _check_mode(self, stepping: Stepping) -> None:
         refuse_other(self.rule, stepping.rule)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gemini import kernels
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, warn
 from gemini.patches import replaced
 from gemini.ranks.agree import agree
 from gemini.rules import UpdateRule
@@ -54,12 +54,25 @@ class Stepping:
             store.durable is not None and store.transfers.beside and mode != "transient" and not self._sink.has_replicas
         )
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
+        self.looks_for_optimizers = True
+        """Whether the first step with gradients is still to come."""
         # `time.perf_counter()` when the step before was handed over.
         self._step_began = 0.0
         # Ranks must all skip a step or none, so where they share one the host has to know.
         self._may_stop_there = (
             store.device.tier is Tier.GPU and not self._sink.divides and parts.gradients.norms.knows_only_own
         )
+
+    def warn_of_no_optimizer(self) -> None:
+        """Name, after the first step and once per model, params with a gradient that nobody will use."""
+        self.looks_for_optimizers = False
+        left = [h for h in self._params.handles if h.has_grad and not h.optimizer()]
+        if left:
+            warn(
+                f"{len(left)} of {len(self._params.handles)} params, for example {left[0].name!r}, have a gradient and "
+                "no optimizer: nothing updates them, and their gradients take memory and count in clip_grad_norm_(). "
+                "Give them to an optimizer, or freeze them with requires_grad_(False). This is said once per model"
+            )
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
