@@ -80,7 +80,7 @@ def test_micro_batches_in_other_orders(launched: bool, pool_of: Pools) -> None:
     """F0 F1 B0 B1 on all ranks, and gradients that are added up, sent or not."""
     both = tuple(Event("two forwards", rank, 2) for rank in range(2))
     for outcome in both_ways(pool_of(2), Play(both, num_micro=2, tight=True, launched=launched)):
-        assert outcome.scripted == [True, True, True, False, True], "two forwards left their scripts: a step asks"
+        assert all(outcome.scripted), "two forwards left their scripts, and the next step follows its own again"
     for outcome in both_ways(pool_of(2), Play(num_micro=2, no_sync=True, num_steps=3, launched=launched)):
         assert all(outcome.scripted[1:])
 
