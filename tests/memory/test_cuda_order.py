@@ -191,6 +191,16 @@ def test_memory_outlives_its_device(runtime: Runtime, device: CudaDevice) -> Non
     assert not runtime.registered, "unregistered before the addresses went"
 
 
+def test_a_closed_device_keeps_no_memory_that_nobody_has(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host([("a", 4096), ("b", 8192)])
+    kept, gone = device.make_host_buffer(4096), device.make_host_buffer(8192)
+    del gone
+    device.close()
+    assert len(runtime.registered) == 1 and kept.fill_(3).unique().tolist() == [3]
+    del kept
+    assert not runtime.registered, "the device is still there"
+
+
 def test_without_registered_memory_it_goes_on_and_says_so_once(runtime: Runtime, device: CudaDevice) -> None:
     runtime.refusal = 2
     with pytest.warns(UserWarning, match=r"cannot be registered with the CUDA driver \(CUDA error 2\).*cpu= budget"):

@@ -281,6 +281,8 @@ class CudaDevice(Device):
             for streams in copying.values():
                 # Behind the wait above: these references are all that keeps host memory of copies.
                 streams.in_flight.clear()
+            # Last: no copy may be under way in memory that the driver is told to forget.
+            self.pinned.close()
 
     def computing_streams(self) -> list[torch.cuda.Stream]:
         """The streams on which this device was ever seen to compute: the calling thread's, and those before."""

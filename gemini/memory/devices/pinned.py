@@ -42,11 +42,8 @@ class PinnedPages(Pages):
     _registered = False
 
     def register(self, node: int | None = None) -> None:
-        """Pin the pages, all of them and now, if it can be on a NUMA ``node``.
-
-        Raises:
-            RuntimeError: if the driver refuses, or they are more than LARGEST; they are not pinned then.
-            MemoryError: if the system has no more.
+        """Pin the pages, all of them and now, if it can be on a NUMA ``node``. RuntimeError if the driver refuses, or
+        they are more than LARGEST, MemoryError if the system has no more; they are not pinned then.
         """
         if self.num_bytes > LARGEST:
             raise RuntimeError(f"{human_bytes(self.num_bytes)} in one piece are more than drivers take")
@@ -134,24 +131,23 @@ class PinnedArena:
         return count, None
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """A page-aligned buffer of zeros as a uint8 tensor, in a place of its size or registered now.
-
-        Raises:
-            RuntimeError, MemoryError: if it cannot be registered.
+        """A page-aligned buffer of zeros as a uint8 tensor, in a place of its size or registered now. RuntimeError or
+        MemoryError if it cannot be registered.
         """
         size = in_pages(num_bytes)
-        free = self._free.get(size)
         try:
-            place = None if free is None else free.popleft()
-        except IndexError:
-            place = None
-        if free is None or place is None:
+            place = (free := self._free[size]).popleft()
+        except LookupError:
             return self._register(size).tensor()[:num_bytes]
         memory = (ctypes.c_char * num_bytes).from_address(place.pages.address + place.offset)
         # As with `Pages`: torch holds the buffer, and the buffer this.
         memory.owner = _Hold(place, free)  # type: ignore[attr-defined]
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         return buffer if place.is_fresh else buffer.zero_()
+
+    def close(self) -> None:
+        """Let go of the places that nobody has: of a device in a cycle they would stay until the garbage collector."""
+        self._free.clear()
 
     def _register(self, num_bytes: int) -> PinnedPages:
         pages = PinnedPages(num_bytes)
