@@ -229,14 +229,15 @@ class SpillFile:
 
     def close(self) -> None:
         """Give the disk space back."""
+        is_own = os.getpid() == self._pid
+        if is_own and self._queue is not None:
+            # The queue first: it uses the descriptors, whose numbers the next open files get. An interrupt of this wait
+            # leaves them to the next call.
+            self._queue.close()
         fds, self._fds = self._fds, [-1] * len(self._fds)
-        if os.getpid() == self._pid:
-            if self._queue is not None:
-                # The queue first: it uses the descriptors, whose numbers the next open files get.
-                self._queue.close()
-            for fd in fds:
-                if fd >= 0:
-                    os.close(fd)
+        for fd in fds:
+            if is_own and fd >= 0:
+                os.close(fd)
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not _ending() and any(fd >= 0 for fd in getattr(self, "_fds", ())):  # at the end the system closes it

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -202,6 +203,19 @@ time.sleep(60)
     while free() < 15 * MIB and time.monotonic() < deadline:
         time.sleep(0.01)
     assert free() >= 15 * MIB
+
+
+def test_an_interrupt_of_its_end_leaves_it_to_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spill = SpillFile(tmp_path, PAGE)
+    spill.write(noise(PAGE), 0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(spill.queue), "close", Mock(side_effect=KeyboardInterrupt))
+        spill.close()
+    [fd] = spill._fds
+    assert fd >= 0
+    spill.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_a_forked_child_neither_ends_nor_hangs_it(tmp_path: Path) -> None:
