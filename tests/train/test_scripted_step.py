@@ -38,8 +38,8 @@ def step() -> Iterator[ScriptedStep]:
         fetch_ahead=lambda chunk: DONE,
         launch_gather=lambda chunk, ready: DONE,
     )
-    fetches: Any = SimpleNamespace(await_begun=lambda: None)
-    yield ScriptedStep(SCRIPT, channel, fetches, workers)
+    manager: Any = SimpleNamespace(await_begun=lambda: None)
+    yield ScriptedStep(SCRIPT, channel, manager, workers)
     for worker in workers:
         worker.close()
 

@@ -74,7 +74,7 @@ class Job(Event):
         super().finish(error)
 
     def wait(self) -> None:
-        """Block until the job is over, and raise what it raised. GeminiError if its thread is gone, or all stands"""
+        """Block until the job is over, and raise what it raised. GeminiError if its thread is gone, or all stands."""
         self.wait_until_over()
         if self._error is not None:
             # The error itself and not one around it: callers tell a full disk from a fault.
