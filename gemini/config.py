@@ -40,8 +40,7 @@ class GeminiConfig:
         gradients: what is kept between backward and update.
 
             - "retain": the gradients of one backward per step, in 2 bytes per param in half precision, 4 in fp32. If
-              memory allows, a second backward before the step switches to "accumulate". Replicas (``dp_replicate``)
-              then add up their gradients in every backward, otherwise once per step.
+              memory allows, a second backward before the step switches to "accumulate".
             - "accumulate": fp32 sums of several backwards, 4 bytes per param.
             - "accumulate_bf16", only with compact states: bf16 sums (2 bytes per param) and their rounding errors (1
               byte), which the next addition corrects.

@@ -103,8 +103,10 @@ class StepSync(GradientSink):
 
     def gradient_arrives(self) -> None:
         """Take up a gradient of a further backward; with replicas it may not come after the sums across them."""
-        if self._summed and any(map(self._is_summed, self._summed)):
-            raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
+        if self._summed:
+            if any(map(self._is_summed, self._summed)):
+                raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
+            self._summed.clear()  # they were dropped; once, before sums land behind backward
         self.undo()
 
     def _is_summed(self, index: int) -> bool:
