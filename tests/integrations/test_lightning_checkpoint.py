@@ -1,5 +1,6 @@
 """Checkpoints under Lightning: ordinary files, exact resume, and no more memory than a param or two to write them."""
 
+import copy
 import errno
 import os
 import pickle
@@ -292,6 +293,9 @@ def test_hooks_may_take_entries_out_and_not_compute_with_them(fitted: Any, tmp_p
     Hooked.do = lambda checkpoint: checkpoint.update(half={k: v.half() for k, v in checkpoint["state_dict"].items()})
     with pytest.raises(gemini.GeminiError, match="model.full_param"):
         run.save_checkpoint(tmp_path / "y.ckpt")
+    Hooked.do = lambda checkpoint: checkpoint.update(copy=copy.deepcopy(checkpoint["state_dict"]))
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    assert_same(*(torch.load(tmp_path / "x.ckpt")[key] for key in ("copy", "state_dict")))
     assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"], "nothing is left behind"
 
 

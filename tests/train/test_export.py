@@ -7,6 +7,7 @@ dicts round-trip, fp32 masters with every bit.
 import errno
 import gc
 import json
+import mmap
 import os
 import resource
 from pathlib import Path
@@ -122,6 +123,14 @@ def test_the_same_files_as_plain_transformers_writes(where: str, tmp_path: Path)
     plain.save_pretrained(tmp_path / "theirs")
     ours, theirs = ((tmp_path / d / "model.safetensors").read_bytes() for d in ("ours", "theirs"))
     assert ours == theirs
+
+
+def test_weights_of_any_number_take_one_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = trained(llama, "disk", tmp_path), list[int]()
+    new = mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", lambda file, num_bytes: made.append(num_bytes) or new(file, num_bytes))
+    model.save_pretrained(tmp_path / "out")
+    assert len(made) == 1 and made[0] >= sum(p.nbytes for p in llama().bfloat16().parameters())
 
 
 def test_training_goes_on_after_saving(where: str, tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ class SlotReader(TensorFile):
         if run.slot == ZEROS:
             return
         _, offset, size = self.slots[plane]
-        position, num_bytes, crc, why = offset + run.slot * size + run.first * PAGE, run.pages * PAGE, 0, ""
+        position, num_bytes, crc, cause = offset + run.slot * size + run.first * PAGE, run.pages * PAGE, 0, None
         try:
             buffer = torch.empty(min(_AT_ONCE, num_bytes), dtype=torch.uint8, device="cpu")
             with self._all_opened() as files:
@@ -257,9 +257,9 @@ class SlotReader(TensorFile):
                     self._fill(files, position + at, bytes_of(part))
                     crc = crc32(part, crc)
         except StorageError as e:
-            why = str(e)
+            cause = e
         # Without a sum all that can be seen is that it can be read.
-        if not why and run.crc in (None, crc):
+        if cause is None and run.crc in (None, crc):
             return
         kind, _, chunk = plane.rpartition("/")
         start, stop = run.first * PAGE, run.first * PAGE + num_bytes
@@ -273,9 +273,9 @@ class SlotReader(TensorFile):
             params += f" and {len(held) - 1} more"
         raise StorageError(
             f"{self.path} is damaged in the {kind} of chunk {chunk}{params}, {run.pages} pages from byte {position}: "
-            f"{why or 'they are not what was written'}. Check the drive; resume from a checkpoint, or start anew in "
+            f"{cause or 'they are not what was written'}. Check the drive; resume from a checkpoint, or start anew in "
             "another folder"
-        )
+        ) from cause
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         plane, at = self._places[name]

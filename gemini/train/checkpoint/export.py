@@ -23,6 +23,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +48,8 @@ from gemini.train.optimizers.states import read_state, shown_layout_of
 from gemini.train.params.by_name import ByName, owner_of
 from gemini.train.params.handle import ParamHandle, handle_of, params_of
 from gemini.train.params.state_dict import model_state, own_state
+
+_Form = tuple[torch.Size, torch.dtype]
 
 
 def save_pretrained(
@@ -89,7 +92,7 @@ def save_pretrained(
     for name, whole in _wholes(engine, dtype or compute, dtype) if ranks.is_cut and ranks.reads_parts else ():
         if takes and attempt.refusal is None:
             with attempt:
-                views[name] = _file_backed(folder, whole.shape, whole.dtype).copy_(whole)
+                views[name] = _places(folder, [(whole.shape, whole.dtype)])[0].copy_(whole)
     if takes and attempt.refusal is None:
         with attempt:
             views = views if ranks.is_cut else _views(engine.by_names, folder, dtype)
@@ -136,21 +139,19 @@ def _wholes(engine: Engine, of_stages: torch.dtype, dtype: torch.dtype | None) -
 
 def _views(by_names: ByName, folder: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """The weights by name, each param a storage of its own (transformers tells ties by storages)."""
-    views, elsewhere = dict[str, torch.Tensor](), list[ParamHandle]()
+    views, elsewhere = dict[str, torch.Tensor](), list[tuple[ParamHandle, _Form]]()
     for handle in by_names.handles:
         written = dtype or handle.chunk.flat.dtype
         view = by_names.in_place(handle, written)
         if view is None or not view.numel():
-            views[handle.name] = _file_backed(folder, handle.param.shape, written)
-            elsewhere.append(handle)
+            elsewhere.append((handle, (handle.param.shape, written)))
             continue
         buffer = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
         # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
         buffer.owner = view  # type: ignore[attr-defined]
         views[handle.name] = torch.frombuffer(buffer, dtype=written).view(view.shape)
-    # All places first: memory that is taken and freed beside what stays falls to pieces.
-    for handle in elsewhere:
-        views[handle.name].copy_(by_names.read(handle, dtype))
+    for (handle, _), place in zip(elsewhere, _places(folder, [form for _, form in elsewhere]), strict=True):
+        views[handle.name] = place.copy_(by_names.read(handle, dtype))
     return views
 
 
@@ -167,16 +168,21 @@ def _state_of(model: nn.Module, by_names: ByName, views: dict[str, torch.Tensor]
     return {**state, **{name: value for name, value in views.items() if name not in own}}
 
 
-def _file_backed(folder: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over a nameless file in a folder."""
-    num_bytes = shape.numel() * dtype.itemsize
-    if not num_bytes:  # no file of no bytes can be mapped
-        return torch.empty(shape, dtype=dtype, device="cpu")
+def _places(folder: Any, forms: list[_Form]) -> list[torch.Tensor]:
+    """Tensors over one nameless file in a folder: of mappings the system allows a process 65,530 (vm.max_map_count)."""
+    ends = [0, *accumulate(-(-shape.numel() * dtype.itemsize // 64) * 64 for shape, dtype in forms)]
+    if not ends[-1]:  # no file of no bytes can be mapped
+        return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in forms]
     with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk says so here, and not by SIGBUS
+        os.posix_fallocate(file.fileno(), 0, ends[-1])  # a full disk says so here, and not by SIGBUS
         # The mapping keeps the nameless file when it is closed.
-        mapping = mmap.mmap(file.fileno(), num_bytes)
-    return torch.frombuffer(mapping, dtype=dtype).view(shape)
+        mapping = mmap.mmap(file.fileno(), ends[-1])
+    return [
+        torch.frombuffer(mapping, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+        if shape.numel()
+        else torch.empty(shape, dtype=dtype, device="cpu")
+        for (shape, dtype), start in zip(forms, ends, strict=False)
+    ]
 
 
 # ---- files of torch --------------------------------------------------------------------------------------------------
@@ -191,7 +197,8 @@ def promised_model_state(original: Any) -> dict[str, Any]:
 
     def promise(handle: ParamHandle) -> torch.Tensor:
         dtype = torch.float32 if handle.chunk.trained else handle.param.dtype
-        return _promise(handle.param.shape, dtype, partial(owner_of(handle).by_names.read, handle, dtype))
+        # A function: a copy of a promise (copy.deepcopy) has the same one, where of a method it would copy the model.
+        return _promise(handle.param.shape, dtype, lambda: owner_of(handle).by_names.read(handle, dtype))
 
     return model_state(original, None, "", promise)
 
@@ -224,7 +231,7 @@ def write_torch_file(content: Any, path: Path) -> None:
     then renamed. Raises StorageError if it cannot be written; an existing file is as it was.
     """
     with of_storage(f"could not save {path}"), atomic_write(path) as draft:
-        kept = keep_promises(content, partial(_file_backed, path.parent))
+        kept = keep_promises(content, partial(_places, path.parent))
         try:
             torch.save(kept, draft)
         except RuntimeError as e:
@@ -233,7 +240,7 @@ def write_torch_file(content: Any, path: Path) -> None:
             raise OSError(f"the disk is full, or fails ({' '.join(str(e).split())[:100]})") from e
 
 
-def keep_promises(content: Any, make: Callable[..., torch.Tensor] | None = None) -> Any:
+def keep_promises(content: Any, make: Callable[[list[_Form]], list[torch.Tensor]] | None = None) -> Any:
     """``content`` with values for promises, in memory or in what ``make`` gives. Raises GeminiError if somebody has
     computed with a promise.
     """
@@ -247,8 +254,9 @@ def keep_promises(content: Any, make: Callable[..., torch.Tensor] | None = None)
                 "removed (in on_save_checkpoint, for example); for values use model.full_param(name)"
             )
     # All places first: memory that is taken and freed beside what stays falls to pieces.
-    make = make or partial(torch.empty, device="cpu")
-    kept = {number: make(leaf.shape, dtype=leaf.dtype) for number, leaf in promises.items()}
+    forms = [(leaf.shape, leaf.dtype) for leaf in promises.values()]
+    places = make(forms) if make else [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in forms]
+    kept = dict(zip(promises, places, strict=True))
     for number, leaf in promises.items():
         kept[number].copy_(leaf.gemini_read().detach())  # type: ignore[attr-defined]
     return tree_map(lambda leaf: kept.get(id(leaf), leaf), content)

@@ -265,8 +265,8 @@ def _engine(model: nn.Module) -> Engine:
     engine = getattr(model, "__dict__", {}).get("_gemini_engine")
     if not isinstance(engine, Engine):
         raise TypeError(
-            "checkpoints are of GeminiDDP models: wrap the model first (the folder comes first, then the model. Got "
-            f"{type(model).__name__} for the model), or use torch.save(model.state_dict())"
+            f"checkpoints are of GeminiDDP models, not of a {type(model).__name__} (the folder comes first, then the "
+            "model): wrap the model first, or use torch.save(model.state_dict())"
         )
     return engine
 
