@@ -113,7 +113,7 @@ def stack(timeline: Timeline, tier: Tier, columns: int = COLUMNS) -> Stack:
     edges = [end * column / columns for column in range(columns + 1)]
     # Of each column those that begin in it, and the one that it begins with.
     own = (samples[max(bisect_right(times, a) - 1, 0) : bisect_left(times, b)] for a, b in pairwise(edges))
-    return Stack(edges, [max(each, key=lambda sample: sample.total(tier)) for each in own])
+    return Stack(edges, [max(each, key=lambda sample: sample.total(tier), default=samples[0]) for each in own])
 
 
 def holders(timelines: Iterable[Timeline], tier: Tier | None = None) -> list[str]:

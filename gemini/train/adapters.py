@@ -63,7 +63,8 @@ class ManagedAdapters:
         is_main_process: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As in PEFT: an ordinary adapter directory, in the compute dtype. Base weights are not read for it.
+        """As in PEFT: an ordinary adapter directory, in the compute dtype. Of the base embeddings and head alone are read
+        for it, or nothing (``save_embedding_layers=False``).
 
         With several ranks all of them call it with the same directory; the first one writes.
         """

@@ -37,6 +37,8 @@ def test_a_sample_counts_until_the_next_one() -> None:
     shown = series.stack(timeline, Tier.CPU, 100)
     assert [s.total(Tier.CPU) for s in shown.samples[:7]] == [99, 199, 299, 399, 499, 599, 599]
     assert shown.samples[-1].total(Tier.CPU) == 599
+    late = [sample._replace(seconds=sample.seconds + 5) for sample in samples]
+    assert series.stack(replace(timeline, samples=tuple(late)), Tier.CPU, 100).samples[0] is late[0]
 
 
 intervals = st.lists(st.tuples(st.floats(0, 9), st.floats(0, 3)).map(lambda p: (p[0], p[0] + p[1])), max_size=20)
