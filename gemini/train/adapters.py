@@ -63,8 +63,8 @@ class ManagedAdapters:
         is_main_process: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As in PEFT: an ordinary adapter directory, in the compute dtype. Of the base embeddings and head alone are read
-        for it, or nothing (``save_embedding_layers=False``).
+        """As in PEFT: an ordinary adapter directory, in the compute dtype. Of the base it reads embeddings and head
+        alone, or nothing (``save_embedding_layers=False``).
 
         With several ranks all of them call it with the same directory; the first one writes.
         """
