@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gemini
+from gemini.memory.chunks.chunk import make_plane
 from tests.scaling import backward, scaler_of
 from tests.train.helpers import (
     Plain,
@@ -274,6 +275,30 @@ def test_add_param_group_and_flipped_requires_grad(where: str, tmp_path: Path) -
         for param in changed.model.layers[0].parameters():
             param.requires_grad_(False)
     assert_trains_alike(model, optimizer, plain, [3])
+
+
+def test_what_is_trained_later_is_so_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that fails in the middle: nothing stays reserved, and the next forward tries again."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    net[0].requires_grad_(False)
+    model = gemini.GeminiDDP(
+        net, gemini.GeminiConfig(precision="bf16", memory=gemini.MemoryBudget(cpu="8MiB"), device="cpu")
+    )
+    before, made = model.memory_report()["cpu"]["used"], list[Any]()
+
+    def fails(*given: Any, **how: Any) -> Any:
+        made.append(given)
+        if len(made) == 2:
+            raise MemoryError("no more")
+        return make_plane(*given, **how)
+
+    monkeypatch.setattr("gemini.train.setup.adoption.make_plane", fails)
+    model[0].requires_grad_(True)
+    with pytest.raises(MemoryError, match="no more"):
+        model(torch.ones(2, 64))
+    assert len(made) == 2 and model.memory_report()["cpu"]["used"] == before
+    model(torch.ones(2, 64)).square().mean().backward()
+    assert model.full_grad("0.weight") is not None
 
 
 def test_what_is_trained_later_leaves_room_for_the_staging_of_a_drive(tmp_path: Path) -> None:

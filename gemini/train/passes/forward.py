@@ -262,8 +262,8 @@ class ForwardPass:
     def follow_flips(self) -> None:
         """Give params that became trained (``requires_grad`` was flipped) the planes and hooks that they lack."""
         if self.state.requires_grad_changed:
-            self.state.requires_grad_changed = False
             self._trained.follow()
+            self.state.requires_grad_changed = False  # behind it: what was refused is refused again
 
     @contextmanager
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:

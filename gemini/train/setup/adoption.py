@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 
@@ -181,26 +182,47 @@ class TrainedParams:
                 handle.hook = handle.param.register_post_accumulate_grad_hook(owner_of(handle).backward.hook_of(handle))
 
     def _make_trainable(self, chunk: Chunk) -> None:
-        """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""
+        """Give a frozen chunk the planes of a trained one, all or none of them."""
         if chunk.trained:
             return
-        store, numel = self._store, chunk.weights.numel
+        store, numel, handles = self._store, chunk.weights.numel, self._params.by_chunk[chunk.spec.index]
         # The precision and the rule that the chunk was laid out for.
-        rule = self._rule.of(chunk.spec.exact)
-        precision = precision_of(chunk.spec, self._precision)
+        rule, precision = self._rule.of(chunk.spec.exact), precision_of(chunk.spec, self._precision)
+        self._refuse_untrainable(chunk, precision)
         specs = plane_specs(precision, self._gradients, rule, trainable=True)
         missing = {kind: spec for kind, spec in specs.items() if kind not in chunk.planes}
+        tier = self._tier_for(chunk, sum(spec.page_bytes(numel) for spec in missing.values()), rule)
+        # Each is reserved before it is allocated, and stays open to the end: what fails gives all of it back.
+        with ExitStack() as made:
+            planes, factors = {}, []
+            for kind, spec in missing.items():
+                made.enter_context(store.ledger.reserving(tier, spec.page_bytes(numel), kind))
+                planes[kind] = make_plane(spec, numel, tier, store.device, store.files)
+            for handle in handles:
+                num_bytes = factor_bytes(self._rule.factors, tuple(handle.param.shape))
+                made.enter_context(store.ledger.reserving(Tier.CPU, num_bytes, "factors"))
+                factors.append(make_factors(self._rule, handle.param.shape))
+            chunk.change_planes(planes)
+            for handle, own in zip(handles, factors, strict=True):
+                handle.factors = own
+            # Last: a chunk that lacks a plane is frozen still.
+            chunk.trained = True
+
+    def _refuse_untrainable(self, chunk: Chunk, precision: str) -> None:
         if precision == "fp16":
             raise GeminiError(
                 f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
                 "Set requires_grad before wrapping, or use precision='bf16'"
             )
-        if self._rule.whole and chunk.spec.numel > store.mover.tile:
+        if self._rule.whole and chunk.spec.numel > self._store.mover.tile:
             raise GeminiError(
                 f"{chunk.name} was frozen when the model was wrapped, and the rule {self._rule.name!r} passes whole "
                 "params through staging, which has no room for it: set requires_grad before wrapping"
             )
-        num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
+
+    def _tier_for(self, chunk: Chunk, num_bytes: int, rule: RuleSpec) -> Tier:
+        """The fastest tier below the GPU that has room, or makes it, for what a chunk lacks."""
+        store = self._store
         below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
         if rule.in_memory:
             # This rule updates whole planes in memory, and stages nothing from a drive.
@@ -219,15 +241,4 @@ class TrainedParams:
             )
         if tier.in_files:
             staging.reserve()
-        # Reserved before it is allocated, each; what fails in between is given back by `reserving`.
-        planes = {}
-        for kind, spec in missing.items():
-            with store.ledger.reserving(tier, spec.page_bytes(numel), kind):
-                planes[kind] = make_plane(spec, numel, tier, store.device, store.files)
-        for handle in self._params.by_chunk[chunk.spec.index]:
-            num_bytes = factor_bytes(self._rule.factors, tuple(handle.param.shape))
-            store.ledger.reserve(Tier.CPU, num_bytes, "factors")
-            handle.factors = make_factors(self._rule, handle.param.shape)
-        # Last: a chunk that lacks a plane is frozen still.
-        chunk.change_planes(planes)
-        chunk.trained = True
+        return tier
