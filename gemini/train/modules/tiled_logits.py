@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError, warn
@@ -278,7 +279,8 @@ class Logits(torch.Tensor):
 
     def _rows(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
         """Arrange the same tokens anew, as torch says."""
-        made = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args[1:], **kwargs)
+        with _disable_current_modes():  # a trace would take these logits for some that are there
+            made = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args[1:], **kwargs)
         if made.dtype is not self.dtype or made.shape[-1:] != self.shape[-1:]:
             self._refuse(f"{func.__name__} of logits {tuple(self.shape)} to {tuple(made.shape)}")
         return self._with(self.hidden.reshape(*made.shape[:-1], self.hidden.shape[-1]))
