@@ -38,13 +38,8 @@ def speaks() -> bool:
 
 def again(arguments: str) -> str:
     """How to start ``gemini`` with ``arguments`` again, in as many processes."""
-    if num_processes() == 1:
-        return f"gemini {arguments}"
-    return (
-        f"torchrun, as before, -m gemini {arguments}"
-        if "RANK" in os.environ
-        else f"srun, as before, gemini {arguments}"
-    )
+    how = "" if num_processes() == 1 else "torchrun, as before, -m " if "RANK" in os.environ else "srun, as before, "
+    return f"{how}gemini {arguments}"
 
 
 def tell_torch(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -390,7 +390,6 @@ def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[torch.Tensor,
 _ALONG_THE_SEQUENCE = re.compile(
     r"Mamba|SSM|RWKV|Rwkv|LinearAttention|DeltaNet|ShortConv|Recurrent|RetNet|XLSTM|Hyena|Lightning\w*Attention"
 )
-_FULL = ("full_attention", "attention")
 
 
 def transformer_in(model: nn.Module) -> Any:
@@ -440,7 +439,7 @@ def _layers(config: Any, name: str, *, knows_windows: bool) -> Iterator[str]:
     if kinds is None:
         windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention"] if windowed else []
-    for kind in sorted(set(kinds) - set(_FULL)):
+    for kind in sorted(set(kinds) - {"full_attention", "attention"}):
         if kind not in ("sliding_attention", "chunked_attention"):
             yield f"{name} has layers of type {kind!r}, which look along the sequence otherwise than by full attention"
         elif kind == "chunked_attention" or not knows_windows:
@@ -457,9 +456,6 @@ def _rope_types(rope: Any) -> Iterator[str]:
             if key in ("rope_type", "type") and isinstance(value, str):
                 yield value
             yield from _rope_types(value)
-
-
-_LOSS = "ForCausalLMLoss"
 
 
 class ContextParallel:
@@ -479,11 +475,10 @@ class ContextParallel:
         configs = {id(m.config): m.config for m in self._model.modules() if hasattr(m, "config")}.values()
         self._configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
         # Another library may have put a forward of its own on this model: it is put back.
-        self._before: Any = None
+        self._before = self._model.__dict__.get("forward")
 
     def put(self) -> None:
         """Let the model compute parts, until :meth:`take_away`."""
-        self._before = self._model.__dict__.get("forward")
         _attending.update(dict.fromkeys(self._model.modules(), self._attend))
         self._name_attention(register(self._kernel))
         self._model.__dict__["forward"] = self._divided(self._model.forward)
@@ -561,10 +556,10 @@ class ContextParallel:
             return
         original = model.loss_function
         name = getattr(original, "__name__", type(original).__name__)
-        if name != _LOSS:
+        if name != "ForCausalLMLoss":
             raise GeminiError(
-                f"context parallel: {type(model).__name__} has the loss {name}, and labels can be cut only for {_LOSS} "
-                "of transformers. Leave labels out of the batch, and compute the loss from the logits"
+                f"context parallel: {type(model).__name__} has the loss {name}, and labels can be cut only for "
+                "ForCausalLMLoss of transformers. Leave labels out of the batch, and compute the loss from the logits"
             )
         seen: list[bool] = []
 

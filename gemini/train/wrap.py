@@ -129,7 +129,7 @@ def manage(
         registered = model.__dict__["_gemini_hooks"] = list[Any]()
         hooks.attach(structure, engine, registered)
         if engine.ranks.context.size > 1:
-            changes.append(_divide_sequences(model, engine))
+            _divide_sequences(model, engine, changes)
         if engine.ranks.same_batch.size > 1:
             registered.append(compare_first_batch(model, engine.ranks.same_batch))
         # Last: until here the model is an ordinary one to everybody, errors included.
@@ -278,7 +278,7 @@ class _Buffers:
                     module._buffers[name] = buffer.to("cpu")
 
 
-def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
+def _divide_sequences(model: nn.Module, engine: Engine, changes: Changes) -> None:
     """Let ranks compute parts of sequences, and meet inside attention."""
     reference = weakref.ref(engine.shards)  # what transformers knows of attention outlives the model
 
@@ -290,5 +290,5 @@ def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
     ranks = engine.ranks
     slices = 1 if ranks.parts.size == 1 else ranks.same_batch.size
     divided = ContextParallel(model, Exchange(ranks.context, meet), engine.config.context_attention, slices)
+    changes.append(_to_call(divided.take_away))
     divided.put()
-    return _to_call(divided.take_away)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gemini
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.ranks.process_groups import make_subgroup
+from gemini.train.sharding.step_sync import StepSync
 from tests.ranks.cases import Job, config_of, make_model, run
 from tests.ranks.pool import Failure, Pools, failures
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
@@ -32,6 +34,15 @@ def test_what_does_not_fit_is_refused_at_the_start(pool_of: Pools) -> None:
     """The budgets of the other tests here are the least: gathered weights, gradients in flight, pieces on the wire."""
     for text in failures(pool_of(2).outcomes(one_byte_too_little), "BudgetExceeded"):
         assert "does not fit" in text
+
+
+def test_sums_over_replicas_that_were_dropped_are_forgotten_before_others_land() -> None:
+    sync = object.__new__(StepSync)
+    dropped = SimpleNamespace(has_grad=False)
+    sync.params, sync._summed, sync.is_done = SimpleNamespace(by_chunk={0: [dropped]}), {0}, False  # type: ignore[assignment]
+    sync.gradient_arrives()
+    dropped.has_grad = True  # landed behind backward
+    sync.gradient_arrives()
 
 
 def layout_of(family: str, ranks: int) -> Layout:

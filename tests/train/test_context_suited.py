@@ -89,6 +89,13 @@ def test_heads_that_cannot_be_divided() -> None:
     ContextParallel(llama(), ImaginedExchange(8, Counter()), "auto").put()
 
 
+def test_an_interrupt_before_anything_was_put_leaves_the_forward_of_another_library() -> None:
+    model: Any = llama()
+    model.forward = theirs = model.forward
+    ContextParallel(model, ImaginedExchange(2, Counter()), "auto").take_away()
+    assert model.__dict__["forward"] is theirs
+
+
 def test_a_part_of_the_model_alone_and_models_that_borrow_its_config() -> None:
     model: Any = llama()
     ContextParallel(model, ImaginedExchange(2, Counter()), "auto").put()

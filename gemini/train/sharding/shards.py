@@ -318,7 +318,6 @@ class Shards(Company):
         point, index = subject
         if point is Point.READ:
             number, kind = divmod(index, len(self._kinds))
-            self.params.handles[number].chunk.settle()
             self._serve_read(self.params.handles[number], self._kinds[kind], receivers)
             return
         chunk = self._chunks[index]
@@ -366,6 +365,7 @@ class Shards(Company):
             self._read = None
 
     def _serve_read(self, handle: ParamHandle, kind: PlaneKind, receivers: list[int]) -> None:
+        handle.chunk.settle()
         wire, plane, what = self.ranks.wire, handle.chunk.planes[kind], f"reading {kind} of {handle.name}"
         taking = wire.rank in receivers
         for owner in range(wire.size):

@@ -42,8 +42,7 @@ def facts_of_step(
     """State all that an update by these optimizers depends on, but the gradients and how they came."""
     values: dict[str, str] = {}
     groups: dict[str, int] = {}
-    number = 0
-    optimizers = list(optimizers)
+    number, optimizers = 0, list(optimizers)
     for which, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
             label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")

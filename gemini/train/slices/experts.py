@@ -153,7 +153,6 @@ class SpreadExperts(WholeParams):
         self._modules = modules
 
     def put_on(self, model: nn.Module, ranks: Ranks | None = None) -> None:
-        """Let experts compute for the tokens of all ranks."""
         assert ranks is not None
         here = {name: module for name, module in model.named_modules() if name in self._modules}
         most = max((int(module.num_experts) for module in here.values()), default=0)  # type: ignore[arg-type]

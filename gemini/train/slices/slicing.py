@@ -200,7 +200,6 @@ class SlicedModel(WholeParams):
         super().take_away()
 
     def keep(self) -> None:
-        """Let go of whole values and of what modules were: there is no way back."""
         super().keep()
         self._before.clear()
 
