@@ -51,6 +51,7 @@ class Runtime:
         self.emptied = 0
         self.pools: list[object] = []
         self.in_pool: object | None = None
+        self.in_device = False
         self.backend = "native"
         self.max_split_size = -1
         self.streams_there_are = 10_000
@@ -117,7 +118,11 @@ class Runtime:
         @contextmanager
         def device(which: Any) -> Any:
             assert which == torch.device("cuda", GPU)
-            yield
+            before, self.in_device = self.in_device, True
+            try:
+                yield
+            finally:
+                self.in_device = before
 
         default = Stream(name="default")
 
@@ -147,6 +152,7 @@ class Runtime:
                 return 0
 
             def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+                assert runtime.in_device, "a context of the first GPU"
                 return 0 if runtime.registered.pop(address, None) else 713
 
         def empty_cache() -> None:

@@ -35,10 +35,9 @@ def check(error: object) -> None:
 
 
 class PinnedPages(Pages):
-    """Host pages that the driver knows and keeps in place: huge ones where there are any, and not in a forked child.
-    They may go on any thread, also inside a collection.
-    """
+    """Host pages that the driver knows and keeps in place. They may go on any thread, also inside a collection."""
 
+    device: torch.device
     _registered = False
 
     def register(self, node: int | None = None) -> None:
@@ -50,13 +49,15 @@ class PinnedPages(Pages):
         if node is not None:
             self.come_from((node,))
         self.touch()
-        check(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
+        with torch.cuda.device(self.device):
+            check(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
         self._registered = True
 
     def unregister(self) -> None:
         if self._registered and os.getpid() == self._pid:
             self._registered = False
-            check(torch.cuda.cudart().cudaHostUnregister(self.address))
+            with torch.cuda.device(self.device):  # threads begin with the first GPU: no context is made there
+                check(torch.cuda.cudart().cudaHostUnregister(self.address))
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if _ending():
@@ -151,6 +152,6 @@ class PinnedArena:
 
     def _register(self, num_bytes: int) -> PinnedPages:
         pages = PinnedPages(num_bytes)
-        with torch.cuda.device(self._device):
-            pages.register(self._node)
+        pages.device = self._device
+        pages.register(self._node)
         return pages
