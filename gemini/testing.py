@@ -139,12 +139,7 @@ class RandomClock:
     """Delays each copy by a time drawn for its stream, or until copies of other streams have overtaken it.
 
     The n-th copy of a stream gets the same fate under the same seed, whatever the other streams do; how threads then
-    meet is up to the system. Nothing is ever held for longer than ``longest``, and nothing at all once the clock is
-    closed.
-
-    Args:
-        seed: what the fates are drawn from.
-        longest: seconds that a copy can be held at most.
+    meet is up to the system. Nothing is held for longer than ``longest`` seconds, or once the clock is closed.
     """
 
     def __init__(self, seed: int, *, longest: float = LONG):
@@ -172,9 +167,7 @@ class RandomClock:
             self._change.notify_all()
 
     def draw(self, stream: str) -> tuple[float, int]:
-        """The fate of the stream's next copy: seconds to hold it at most, and how many others may end that sooner (0:
-        no number of them).
-        """
+        """Of the stream's next copy: seconds to hold it at most, and how many others may end that sooner (0: none)."""
         fates = self._fates.setdefault(stream, random.Random(f"{self._seed}/{stream}"))
         kind, fraction = fates.random(), fates.random()
         if kind < 0.3:
@@ -205,12 +198,10 @@ class StandinDevice(HostMemoryDevice):
     Args:
         memory: bytes it pretends to have when no ``gpu=`` budget is given.
         gate: called on the stream's thread before each copy is made, with the stream's name; it may block (a test's
-        clock,
-            or a :class:`RandomClock`, which is closed with the device).
+            clock, or a :class:`RandomClock`, which is closed with the device).
         poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
             one who reads it before the copy is complete is found out whatever was there before.
-        in_pieces: windows are cut out of one stretch of addresses, as on a GPU: nobody else gets it, and what is free
-            of it may be in pieces.
+        in_pieces: windows are cut out of one stretch of addresses, as on a GPU.
     """
 
     name = "standin"

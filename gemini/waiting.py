@@ -34,11 +34,9 @@ TELL_LOOKS, GIVE_UP_LOOKS = 60, 300
 process that was stopped, or a machine that was suspended, has not looked.)
 """
 
-
 GIVE_UP_DEVICE_LOOKS = 3600
 """The same for a GPU that reports no error: what it computes may be one kernel that takes minutes (a causal attention
 over 800,000 tokens: 132 s on an RTX 4090, by arithmetic)."""
-
 
 _of_thread = threading.local()
 
@@ -142,16 +140,9 @@ PROGRESS = Progress()
 
 
 def patience(what: Callable[[], str], *, is_elsewhere: bool = False) -> Iterator[None]:
-    """Go on for however long a wait takes while anything goes on in this process. Whoever waits calls ``next`` whenever
-    another ``LOOK_SECONDS`` have passed.
-
-    Args:
-        what: what is waited for, in words.
-        is_elsewhere: whether it is for what has a longer limit of its own: all others that wait meanwhile go on, as
-            long as the caller is in :meth:`Progress.elsewhere`.
-
-    Raises:
-        GeminiError: when nothing has gone on for too long; it says what every thread of ours is doing.
+    """Go on for however long a wait for ``what`` takes while anything goes on in this process, else a GeminiError that
+    says what every thread of ours is doing. Whoever waits calls ``next`` after each ``LOOK_SECONDS``. ``is_elsewhere``:
+    it has a longer limit of its own; others go on meanwhile, while the caller is in :meth:`Progress.elsewhere`.
     """
     limit = GIVE_UP_DEVICE_LOOKS if is_elsewhere else GIVE_UP_LOOKS
     seen, idle = PROGRESS.count, 0

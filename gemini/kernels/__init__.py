@@ -24,7 +24,6 @@ from gemini.kernels.arrays import (
     BFLOAT16,
     FLOAT32,
     GRAD,
-    INT8,
     RESIDUAL,
     Arrays,
     Segment,
@@ -50,20 +49,14 @@ from gemini.kernels.reference import NORM_BLOCK, NORM_LANES, NORM_TILE, total  #
 from gemini.planning.planes import RuleSpec
 from gemini.planning.rules import BLOCK as COMPACT_BLOCK
 
-
-def _num_cpus() -> int:
-    """CPUs this process may run on, which on a shared machine are fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
+_num_threads = len(os.sched_getaffinity(0))  # CPUs that this process may run on
 _isas: dict[str, Any] = {"reference": None}  # name -> what the native functions take; slowest first
 if _native is not None:
     _isas |= {name: isa for name, isa in _native.Isa.__members__.items() if _native.runs_here(isa)}
-    _native.set_num_threads(_num_cpus())
+    _native.set_num_threads(_num_threads)
 _isa_name = list(_isas)[-1]
 _isa: Any = _isas[_isa_name]
 _only_reference = False  # was asked for, of CUDA tensors too
-_num_threads = _num_cpus()
 
 _dtypes: dict[torch.dtype, Any] = (
     {} if _native is None else dict(zip(GRAD, (_native.Dtype.f32, _native.Dtype.bf16, _native.Dtype.f16), strict=True))
@@ -175,9 +168,7 @@ def limit_threads(n: int | None) -> None:
 
 
 def flush_mode() -> int:
-    """How the calling thread treats subnormal numbers: 0 keeps them, anything else is for `set_flush_mode`. A new
-    thread may begin with another mode than the thread that hands it work, and then with other bits.
-    """
+    """How the calling thread treats subnormal numbers (0 keeps them), for `set_flush_mode`: a new thread may differ."""
     return reference.flush_mode() if _native is None else _native.flush_mode()
 
 
@@ -299,7 +290,7 @@ def sum_grad24(hi: Tensor, lo: Tensor, src: Tensor, *, adding: bool) -> Sums:
     They become their sum with `src`, without `adding` `src` itself, rounded half to even; halves are those of
     `split_master`. Returns the sums of squares of hi, as copy_grad does.
     """
-    h, w, s = check("sum_grad24", (("hi", hi, BFLOAT16), ("lo", lo, INT8), ("src", src, GRAD)))
+    h, w, s = check("sum_grad24", (("hi", hi, BFLOAT16), ("lo", lo, (torch.int8,)), ("src", src, GRAD)))
     if cuda := _cuda_for(hi):
         return cuda.sum_grad24(hi, lo, src, adding)
     if _isa is not None and hi.is_cpu:

@@ -17,10 +17,6 @@ from gemini.planning.rules import BLOCK
 
 FLOAT32 = (torch.float32,)
 BFLOAT16 = (torch.bfloat16,)
-INT32 = (torch.int32,)
-INT16 = (torch.int16,)
-INT8 = (torch.int8,)
-UINT8 = (torch.uint8,)
 CODES = (torch.int8, torch.uint8)
 RESIDUAL = (torch.int16, torch.int8)
 GRAD = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,9 +46,7 @@ class Arrays(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Elements ``[begin, end)`` of the arrays of an update, what they are updated with, and for rules that need their
-    place, that.
-    """
+    """Elements ``[begin, end)`` of the arrays of an update, what they are updated with, and where that matters."""
 
     begin: int
     end: int
@@ -101,11 +95,12 @@ def check_update(
     args += [(p.kind, states[p.kind], CODES if is_compact else FLOAT32) for p in spec.planes if p.block == 1]
     args.append(("grad", grad, GRAD))
     if residual is not None:
-        args.append(("residual", residual, INT8 if is_compact else INT16))
+        args.append(("residual", residual, (torch.int8 if is_compact else torch.int16,)))
     addresses = check("update", args)
     of_residual = 0 if residual is None else addresses.pop()
     of_blocks = [plane.kind for plane in spec.planes if is_compact and plane.block > 1]
-    scales = check("update", [(kind, states[kind], UINT8) for kind in of_blocks], -(-n // BLOCK), weights.device)
+    of_scales = [(kind, states[kind], (torch.uint8,)) for kind in of_blocks]
+    scales = check("update", of_scales, -(-n // BLOCK), weights.device)
     end = 0
     for begin, stop_at, *_ in segments:
         if not end <= begin <= stop_at <= n or begin % block:
@@ -117,7 +112,7 @@ def check_update(
     if grad_scale is not None:
         check("update", [("grad_scale", grad_scale, FLOAT32)], 1, weights.device)
     if stop is not None:
-        check("update", [("stop", stop, INT32)], 1, weights.device)
+        check("update", [("stop", stop, (torch.int32,))], 1, weights.device)
     return Addresses(addresses[0], of_residual, addresses[1:-1], scales, addresses[-1])
 
 

@@ -82,9 +82,7 @@ class Compiler:
         """Those that it can compile for, as 10 * major + minor of a compute capability."""
 
     def target(self, capability: tuple[int, int]) -> str:
-        """What to compile for: machine code for a card that is known, else text that a newer driver compiles. Raises
-        RuntimeError if the card is older than all that are known.
-        """
+        """Machine code for a card that is known, else text that newer drivers compile. RuntimeError for older cards."""
         wanted = 10 * capability[0] + capability[1]
         older = [known for known in self.architectures if known <= wanted]
         if not older:
@@ -95,9 +93,7 @@ class Compiler:
         return f"sm_{wanted}" if wanted in older else f"compute_{max(older)}"
 
     def compile(self, kernel: str, target: str) -> tuple[str, bytes]:
-        """The symbol and the code of one kernel, named with its template arguments. Raises RuntimeError, with what the
-        compiler said.
-        """
+        """The symbol and the code of one kernel, named with its template arguments. RuntimeError: what NVRTC said."""
         program, name = ctypes.c_void_p(), f"&{_SPACE}{kernel}".encode()
         library, source = self._library, text().encode()
         self._check(library.nvrtcCreateProgram(ctypes.byref(program), source, b"gemini.cu", 0, None, None))

@@ -78,9 +78,7 @@ class _Piece(NamedTuple):
 
 
 class FileTransfer(Event):
-    """Reads under way that were asked for at once, or writes. It keeps their memory alive until the disk is done with
-    it. Any thread may wait for it; the first one takes the tickets and the others the lock.
-    """
+    """Reads or writes under way, and their memory. The first thread that waits takes the tickets, others the lock."""
 
     def __init__(self, spill: SpillFile, what: str):
         # No latch, as other events have: the queue knows what is over.
@@ -131,15 +129,8 @@ class FileTransfer(Event):
 
 class SpillFile:
     """Slots of a nameless file, or of one on each of several drives over which all bytes are striped, ``STRIPE`` at a
-    time. All offsets and sizes are whole pages; buffers are page-aligned tensors.
-
-    Args:
-        directories: existing and writable, each on a drive of its own.
-        num_bytes: allocated on disk at once.
-        tier: what its slots are a part of.
-
-    Raises:
-        StorageError: if a directory cannot be used or a disk cannot hold its share of ``num_bytes``.
+    time. All offsets and sizes are whole pages; buffers are page-aligned tensors. StorageError if a directory cannot be
+    used, or a disk cannot hold its share of ``num_bytes``, which are allocated at once.
     """
 
     def __init__(self, directories: str | Path | Sequence[str | Path], num_bytes: int, tier: Tier = DRIVE):

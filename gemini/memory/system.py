@@ -77,9 +77,8 @@ def cache_bytes(cpus: Path = _CACHES) -> int:
 
 def num_cores(cpus: Path = _CACHES) -> int:
     """Cores that this process may run on. Processors that share one count once, where the system says which do."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = set()
-    for number in allowed:
+    for number in os.sched_getaffinity(0):
         try:
             cores.add((cpus / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip())
         except OSError:

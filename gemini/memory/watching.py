@@ -300,9 +300,7 @@ class Recorder:
         thread.since = now
 
     def _write(self, activity: Activity, start: float, stop: float) -> None:
-        """Write down a span of the step it was in, or of two: what crosses the beginning of a step is cut there. Under
-        the lock.
-        """
+        """Write down a span of the step it was in; what crosses the beginning of one is cut there. Under the lock."""
         step, last = self._collecting, self._last
         if step is None:
             return

@@ -87,9 +87,7 @@ USE_TABLE: dict[tuple[Use, UseChange], Use] = {
 
 
 def step(state: Use, event: UseChange, who: str) -> Use:
-    """The state after ``event``; IllegalTransition, with what is legal, where there is none. No worker makes one: a job
-    that has filled a window ends, and whoever needs the chunk goes on from there.
-    """
+    """The state after ``event``; IllegalTransition, with what is legal, where there is none. No worker makes one."""
     after = USE_TABLE.get((state, event))
     if after is None:
         legal = sorted(e.value for s, e in USE_TABLE if s is state)
@@ -299,9 +297,7 @@ def make_plane(
     *,
     crosses: bool = True,
 ) -> Plane:
-    """A zeroed plane in its home, which is reserved. ``pair``: its slots, where it is durable; ``crosses``: it is
-    copied between host and device in every step.
-    """
+    """A zeroed plane in its home, which is reserved. ``crosses``: it goes between host and device in every step."""
     dtype = getattr(torch, spec.dtype)
     if tier is DRIVE and pair is not None:
         return DurablePlane(pair, numel, dtype)

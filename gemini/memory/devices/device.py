@@ -170,12 +170,9 @@ class Device(ABC):
     ) -> Event:
         """Start copying between host and device, from any thread. Streams ("fetch", "evict") run in order, independent
         of each other. Until the event is complete ``into`` is neither read nor written, and ``source`` not written.
-
-        Args:
-            after: the copy begins when this is complete, and fails where it failed.
-            behind_computing: and behind what the computing stream was given before this call.
-            kept: the caller lets go of neither before the event is complete. Then memory of a GPU is free as soon as he
-                does; else when everything is over that the stream was given until then, later copies too.
+        It begins when ``after`` is complete (and fails where that failed), and if ``behind_computing`` behind what the
+        computing stream was given before. ``kept``: the caller lets go of neither before the event is complete. Then
+        memory of a GPU is free as soon as he does, else behind all that the stream was given until then.
         """
 
     def beside(self, name: str) -> AbstractContextManager[None]:
@@ -308,9 +305,7 @@ def _why_no_cuda() -> str:
 
 
 def make_device(name: str | torch.device | Device | None) -> Device:
-    """The device for a config's ``device=``: None means "cuda" if there is one, else "cpu". ValueError for one that is
-    not there, GeminiError for a card that does not run what torch gives it.
-    """
+    """For a config's ``device=`` (None: "cuda", else "cpu"). ValueError: not there; GeminiError: it does not run."""
     if isinstance(name, Device):
         return name
     if name is None:

@@ -89,9 +89,7 @@ class Pages:
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def touch(self) -> None:
-        """Make every page present now, by several threads: one alone takes 0.3 s a GiB. For fresh pages only.
-        MemoryError if the system has no more.
-        """
+        """Make every page of a fresh range present, by several threads: one takes 0.3 s a GiB. MemoryError: no more."""
         starts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
         if len(starts) == 1:  # in the middle of a step too: no thread is begun for it
             self._touch_from(0)
@@ -128,9 +126,7 @@ class Pages:
         _libc.madvise(self.address, self.num_bytes, _MADV_DONTNEED)
 
     def move_to(self, other: Pages) -> None:
-        """Put this range's physical pages (and their content) under ``other``, whose own pages are dropped. OSError if
-        the kernel refuses; both ranges are as before.
-        """
+        """Put this range's pages and their content under ``other``, whose own go. OSError: both are as before."""
         assert other.num_bytes == self.num_bytes
         # DONTUNMAP: the range here stays reserved, without pages, for the way back.
         moved = _libc.mremap(

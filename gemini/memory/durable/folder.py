@@ -75,9 +75,7 @@ def store_bytes(directory: Path) -> int:
 
 
 def last_commit(directory: Path) -> Commit:
-    """The newest step that every rank of the run has committed. StorageError if there is none, or files of a rank are
-    missing, or of a newer format.
-    """
+    """The newest step that every rank has committed; StorageError if there is none, or files are missing or newer."""
     found = stores(directory)
     if not found:
         raise StorageError(f"{directory} holds no durable store: it has no folder store-0001")
@@ -158,13 +156,9 @@ def record_path(store: Path, rank: int, place: int) -> Path:
 
 
 class StoreFolder:
-    """A store in use by one rank of a run: its lock, its slots, and the records that this rank writes. StorageError if
-    another run uses it, it cannot be written, or the disk is full.
-
-    Args:
-        directories: existing and writable: that of the store, and of each further drive over which slots are striped.
-        sizes: bytes of each plane that is durable, whole pages, by a name.
-        smallest: over the ranks of this run, which share the store.
+    """A store in use by one rank of a run: its lock, its slots (in the first directory, and striped over the others;
+    ``sizes``: whole pages by plane), and the records that this rank writes. StorageError if another run uses it, it
+    cannot be written, or the disk is full. ``smallest``: over the ranks of this run, which share the store.
     """
 
     def __init__(
@@ -418,7 +412,7 @@ def write_record(path: Path, record: CommitRecord) -> None:
 
 
 def read_record(path: Path) -> CommitRecord | None:
-    """The record in a file; None if there is none that is whole. StorageError if it is of a newer format."""
+    """The record in a file; None if none there is whole. StorageError for one of a newer format, or not to be read."""
     if not path.exists():
         return None
     with of_storage(f"the commit record {path} cannot be read"):

@@ -44,9 +44,7 @@ None where a record of version 1 has none.
 
 
 class SlotPair:
-    """The two slots of one plane, one behind the other in the file. Written by one thread at a time; sums have a lock,
-    for several threads look at them.
-    """
+    """The two slots of one plane. Written by one thread at a time; sums have a lock: several threads look at them."""
 
     def __init__(self, file: SlotFile, offset: int, num_bytes: int):
         self.file, self._offset, self.num_bytes = file, offset, num_bytes
@@ -99,9 +97,7 @@ class SlotPair:
         ]
 
     def runs(self) -> Runs:
-        """The places where everything is now, when all writes are over. What has no sum of its own is read back for it
-        (StorageError).
-        """
+        """The places where everything is now, when all writes are over. What has no sum is read back (StorageError)."""
         return [
             (count, slot, crc)
             for begin, end, slot in _runs(self._now, 0, len(self._now))

@@ -84,9 +84,7 @@ class Schedule:
             self._at = start
 
     def _outlook(self, index: int, done: bool, at: int) -> tuple[int, bool]:
-        """The moment of the next use after ``at``, and whether the plan keeps it until then. ``done``: all its
-        gradients have arrived, which ends a stretch of moments that read it.
-        """
+        """The moment of the next use after ``at``, and whether it is kept until then. ``done``: all gradients came."""
         following = at + 1
         in_both = 0 < following < len(self._needs) and index in self._needs[at] & self._needs[following]
         if in_both and not done:
@@ -149,9 +147,7 @@ class _Course:
 
 
 class Foresight:
-    """The schedule of one model, which it was wrapped with or is recorded; the manager tells of every access and asks
-    for the next. Called by the training thread alone.
-    """
+    """The schedule of one model, which it was wrapped with or is recorded. Called by the training thread alone."""
 
     def __init__(self, schedule: Schedule | None = None):
         self._usual, self._scoped = _Course(schedule), _Course()

@@ -66,9 +66,7 @@ class Homes:
 
 
 class Manager:
-    """Owns the windows of ``chunks``. Called by the training thread alone, or by autograd's, for which it waits: its
-    books have no lock.
-    """
+    """Owns the windows of ``chunks``. The training thread's, or autograd's, for which it waits: there is no lock."""
 
     def __init__(
         self,

@@ -76,9 +76,7 @@ class _ForWindow(Want):
 
 
 class Room:
-    """The share that the windows of ``chunks`` have of the computing tier. Called by the training thread alone; the
-    ledger asks it on that thread too.
-    """
+    """The share that the windows of ``chunks`` have of the computing tier. The training thread's, like who asks it."""
 
     def __init__(
         self,
@@ -110,9 +108,7 @@ class Room:
     # ---- what windows want --------------------------------------------------------------------------------------
 
     def populate(self, window: Window, holder: str, *, what: str, asking: frozenset[Turn] = NEEDED) -> None:
-        """Put memory behind a window, for ``holder``; others give way to it. BudgetExceeded if what must stay leaves no
-        room; nothing has changed.
-        """
+        """Put memory behind a window; others give way. BudgetExceeded, and no change, if what must stay is too much."""
         want = _ForWindow(self, window.num_bytes, holder, asking, what)
         if not self.ledger.obtain(want):
             raise self.ledger.refusal(want)
@@ -225,9 +221,7 @@ class Room:
         return self.is_apart
 
     def grow_again(self) -> None:
-        """Have the working set again, of which models of the same budget had a part while they computed. Nothing while
-        some windows are read: their memory is one piece.
-        """
+        """Have the whole working set again, if models of the same budget had a part. Nothing while some are read."""
         tier, needed = self.tier, self.ledger.needs.get(self.tier, 0)
         missing = in_pages(needed - self.ledger.of_windows(tier))
         if not (self.is_apart and self.ledger.is_shared and missing > 0 and self.evict_all()):
@@ -246,9 +240,7 @@ class Room:
         return self.shrink(in_pages(missing))
 
     def shrink(self, num_bytes: int) -> bool:
-        """Windows have that much less from now on, which is free; False if some are read. All of them go: their memory
-        is one piece, and a shorter one is got in its place.
-        """
+        """Windows have that much less for good, which is free; False if some are read. All go: they are one piece."""
         if not self.is_apart or self.ledger.of_windows(self.tier) < num_bytes or not self.evict_all():
             return False
         # Behind the eviction of all: this gives the old piece back to the driver.

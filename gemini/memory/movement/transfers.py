@@ -47,9 +47,7 @@ _live: weakref.WeakSet[JobThread] = weakref.WeakSet()
 
 
 class Job(Event):
-    """A piece of work for a worker. ``wait`` returns when it is done, and raises what it raised. Made and waited for by
-    any thread; run by one.
-    """
+    """A piece of work for a worker. Made and waited for by any thread; run by one."""
 
     what = "a job"
 
@@ -97,9 +95,7 @@ def _nothing() -> None:
 
 
 class JobThread:
-    """A thread with a queue of jobs by urgency; what it does with them is the subclass's ``_work``. Any thread may
-    queue, hurry and cancel; the training thread does so inside ``WHOLE``.
-    """
+    """A thread with a queue of jobs by urgency, which the subclass's ``_work`` takes. Any thread may queue them."""
 
     is_daemon = True
     """Whether the program may end while jobs wait. The one under way is given a minute then."""
@@ -239,9 +235,7 @@ class Worker(JobThread):
             self._running.finish(GeminiError(f"{self.name} was closed: its model was deleted"))
 
     def submit(self, run: Callable[[], None], urgency: float = 0.0) -> Job:
-        """Run ``run`` on the worker's thread, before what is less urgent (a larger number). To note the job goes into
-        one ``WHOLE`` with this: an interrupt comes when it is on its way.
-        """
+        """Run ``run`` on the worker's thread, before what is less urgent. Who notes the job does so in ``WHOLE``."""
         job = Job(urgency)
         job.run = run
         self.put(job)
@@ -268,9 +262,7 @@ class Worker(JobThread):
 
 
 class Errand(Worker):
-    """A worker whose jobs the end of the program waits for, however long they are. Its thread ends when none is left,
-    and another one begins with the next.
-    """
+    """A worker whose jobs the end of the program waits for. Its thread ends with the last; the next begins one."""
 
     is_daemon = False
 
@@ -488,9 +480,7 @@ class Transfers:
                 raise error
 
     def close(self) -> None:
-        """Drop what has not begun, wait for what is under way, and end the threads. From any thread, one of these too:
-        a model may end where the garbage collector runs.
-        """
+        """Drop what has not begun, wait for what is under way, end the threads. From any thread, one of these too."""
         for lane in Lane:  # updates first: a fetch may wait for one
             if lane in self.threads:
                 self.threads[lane].close()
