@@ -10,23 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gemini import kernels
+from gemini import kernels, rules
 from gemini.interrupts import without_grad
 from gemini.kernels.reference import decode, dither_of, encode
 from gemini.planning.planes import PlaneKind, PlaneSpec, RuleSpec
 from gemini.planning.rules import compact, scale_of, spec_for
-from gemini.rules import (
-    ADAM,
-    Arrays,
-    ElementwiseRule,
-    Hyper,
-    Segment,
-    States,
-    UpdateRule,
-    Where,
-    kernel_scalars,
-    rule_of,
-)
+from gemini.rules import ADAM, Arrays, ElementwiseRule, Hyper, Segment, States, UpdateRule, Where, kernel_scalars
 
 EMA: PlaneKind = "ema"
 _DECAY = Hyper(0.999, within="in [0, 1]")
@@ -41,10 +30,8 @@ class CompactRule(ElementwiseRule):
 
     The optimizer keeps the rule itself; its hyperparameters, scalars and the form of its states outside are those. What
     is different is where states stand between updates: in 8 bits with scales, beside a master of 24 bits
-    (:mod:`gemini.kernels.reference`). An update decodes, does what the rule does, and encodes.
-
-    Raises:
-        ValueError: for a rule that has no such form.
+    (:mod:`gemini.kernels.reference`). An update decodes, does what the rule does, and encodes. Raises ValueError for a
+    rule that has no such form.
     """
 
     exact: UpdateRule
@@ -102,7 +89,7 @@ def rule_for(optimizer: UpdateRule | None, states: str, precision: str | None) -
     """The rule of ``GeminiConfig(optimizer=, states=, precision=)``. Raises ValueError for states that the rule or the
     precision does not have.
     """
-    rule = rule_of(optimizer)
+    rule = rules.rule_of(optimizer)
     return rule if spec_for(rule.spec, states, precision) is rule.spec else CompactRule(rule)
 
 

@@ -199,10 +199,8 @@ class Costs:
 
     def launching(self, moment: Moment, num_hooked: int, *, measured: bool) -> float:
         """Seconds of the thread that launches a moment on a GPU; of the host, which computes itself, none.
-
-        Args:
-            num_hooked: params that are gathered for it, and gradients that leave.
-            measured: as in :meth:`compute`; operations are launched in the trace's own seconds then.
+        ``num_hooked``: params that are gathered for it, and gradients that leave. ``measured``: as in :meth:`compute`;
+        operations are launched in the trace's own seconds then.
         """
         if self._compute is not Tier.GPU:
             return 0.0

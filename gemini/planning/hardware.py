@@ -100,11 +100,7 @@ class Hardware(Document, kind="hardware"):
         return key in self.figures
 
     def get(self, key: str, *, needed_for: str) -> float:
-        """The figure ``key``.
-
-        Raises:
-            MissingFigure: if it is not there, saying what needs it and how to get it.
-        """
+        """The figure ``key``. Raises MissingFigure if it is not there, saying what needs it and how to get it."""
         assert key in FIGURES, key
         if key not in self.figures:
             raise MissingFigure(

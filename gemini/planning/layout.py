@@ -160,10 +160,8 @@ def make_layout(
     A chunk ends where the block ends, where trained and frozen params meet (or those with exact states and others,
     codes and numbers, fp32 and less), at a param that stands apart, or where ``max_chunk`` elements would be passed.
     Blocks that are larger than ``max_chunk`` are cut into pieces of about equal size. ``numel`` of every chunk is a
-    multiple of ``ranks``, and each rank's shard of it a whole number of pages in every plane.
-
-    Raises:
-        ValueError: without params, with a repeated name, or a negative number of elements.
+    multiple of ``ranks``, and each rank's shard of it a whole number of pages in every plane. Raises ValueError without
+    params, with a repeated name, or a negative number of elements.
     """
     if not params:
         raise ValueError("the model has no params: there is nothing to manage")

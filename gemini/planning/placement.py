@@ -277,10 +277,8 @@ def fill_fastest(problem: Problem) -> Placement:
     """Each plane in the fastest tier that still has room: weights first, then gradients, then optimizer states.
 
     If everything fits the computing tier, nothing is kept free for gathering. On an accelerator a chunk's optimizer
-    states stand there together or not at all, because that decides where its update runs.
-
-    Raises:
-        BudgetExceeded: if it does not fit.
+    states stand there together or not at all, because that decides where its update runs. Raises BudgetExceeded if it
+    does not fit.
     """
     stages = (
         sum(sum(own.values()) for own in problem.sizes) + problem.activations + problem.beside

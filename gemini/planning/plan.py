@@ -149,18 +149,12 @@ class Plan(Document, kind="plan"):
         return plan
 
     def check_for(self, trace: MemoryTrace) -> None:
-        """Refuse a plan of another model.
-
-        Raises:
-            PlanMismatch: naming the first difference.
-        """
+        """Refuse a plan of another model. Raises PlanMismatch naming the first difference."""
         trace.check_same_model(self.trace, what="the plan")
 
     def check_settings(self, **settings: Any) -> None:
-        """Refuse a plan made for other settings (``precision=``, ``gradients=``, ``ranks=``, ``max_chunk=``).
-
-        Raises:
-            PlanMismatch: naming the setting and both values.
+        """Refuse a plan made for other settings (``precision=``, ``gradients=``, ``ranks=``, ``max_chunk=``). Raises
+        PlanMismatch naming the setting and both values.
         """
         ours = {"ranks": self.layout.ranks, **vars(self.problem)}
         for name, value in settings.items():

@@ -267,11 +267,7 @@ ADAM = RuleSpec("Adam", (PlaneSpec("exp_avg", "float32"), PlaneSpec("exp_avg_sq"
 
 
 def spec_of(optimizer: Any) -> RuleSpec:
-    """The spec of an update rule, or of Adam for None.
-
-    Raises:
-        TypeError: for what is no rule.
-    """
+    """The spec of an update rule, or of Adam for None. Raises TypeError for what is no rule."""
     spec = ADAM if optimizer is None else getattr(optimizer, "spec", optimizer)
     if not isinstance(spec, RuleSpec) or isinstance(optimizer, type):
         raise TypeError(f"optimizer= is an update rule (a gemini.rules.UpdateRule, made), got {optimizer!r}")

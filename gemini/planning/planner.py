@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
+from gemini.planning import working
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import cheapest_homes
@@ -35,23 +36,6 @@ from gemini.planning.policy import EvictionPolicy, NextUse, cheapest_moves, firs
 from gemini.planning.rules import spec_for
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import fetch_traffic, path
-from gemini.planning.working import (
-    MARGIN,
-    PIECE,
-    WAITING_GRADIENTS,
-    activation_bytes,
-    beside_bytes,
-    device_staging_bytes,
-    gathered_at_once,
-    gradients_in_flight,
-    scratch_bytes,
-    staging_bytes,
-    staging_sets,
-    tile_numel,
-    waiting_activations,
-    waiting_gradients,
-    whole_numel,
-)
 from gemini.tiers import OFFLOAD_TO, MemoryBudget, Tier
 
 
@@ -177,7 +161,7 @@ def budgets_of(
         if isinstance(budget, MemoryBudget):
             declared = budget.bytes_of(tier)
             if declared is None and hardware is not None and hardware.capacity(tier) is not None:
-                declared = int((hardware.capacity(tier) or 0) * MARGIN)
+                declared = int((hardware.capacity(tier) or 0) * working.MARGIN)
         else:
             declared = budget.get(tier)
             declared = None if declared is None else parse_bytes(declared, what=f"the {tier.value} budget")
@@ -215,8 +199,8 @@ def pose_problem(
         budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
     layout = trace.layout(ranks=ranks, max_chunk=max_chunk, rule=rule)
     largest = max(chunk.numel for chunk in layout.chunks)
-    whole = whole_numel(layout, rule)
-    tile = tile_numel(largest, whole)
+    whole = working.whole_numel(layout, rule)
+    tile = working.tile_numel(largest, whole)
     _refuse_divided(layout, rule)
     many = ranks > 1 or replicas > 1
     offload_to = None if offload_activations is None else Tier(offload_activations)
@@ -224,17 +208,17 @@ def pose_problem(
     if compute is Tier.CPU:
         activations = 0  # they are computed in host memory, beside its budget
     elif activations is None:
-        activations = activation_bytes(trace, offloaded=offloads)
+        activations = working.activation_bytes(trace, offloaded=offloads)
     itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
     beside = overlap and compute is Tier.GPU
-    waiting = waiting_activations(trace) if beside and offloads else 0
+    waiting = working.waiting_activations(trace) if beside and offloads else 0
     if beside and not many and gradients != "transient":
-        waiting += waiting_gradients(layout, compute_itemsize(precision))
+        waiting += working.waiting_gradients(layout, compute_itemsize(precision))
     # Gradients on their way: whole ones that wait to be divided, or those that wait for their update.
     if many:
-        in_flight = gradients_in_flight(layout, itemsize)
+        in_flight = working.gradients_in_flight(layout, itemsize)
     elif overlap and gradients == "transient":
-        in_flight = WAITING_GRADIENTS * max(
+        in_flight = working.WAITING_GRADIENTS * max(
             (c.numel * c.grad_itemsize(itemsize) for c in layout.chunks if c.trainable), default=0
         )
     else:
@@ -246,18 +230,21 @@ def pose_problem(
         budgets=dict(budgets),
         durable=durable,
         compute=compute,
-        working_set=gathered_at_once(trace, layout, precision),
-        staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap, many=ranks > 1),
+        working_set=working.gathered_at_once(trace, layout, precision),
+        staging=working.staging_bytes(tile, rule)
+        * working.staging_sets(compute, precision, overlap=overlap, many=ranks > 1),
         activations=activations,
         in_flight=in_flight,
         waiting=waiting,
-        exchange=scratch_bytes(ranks, min(tile, PIECE), replicas) if many else 0,
+        exchange=working.scratch_bytes(ranks, min(tile, working.PIECE), replicas) if many else 0,
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,
         offload_to=offload_to if offloads else None,
-        device_staging=device_staging_bytes(largest, rule, whole, overlap=overlap) if compute is Tier.GPU else 0,
+        device_staging=working.device_staging_bytes(largest, rule, whole, overlap=overlap)
+        if compute is Tier.GPU
+        else 0,
         rule=rule,
-        beside=beside_bytes(trace.target, compute),
+        beside=working.beside_bytes(trace.target, compute),
         factors=sum(factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable),
     )
 

@@ -87,15 +87,10 @@ class Product(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """FLOP of fused attention.
+    """FLOP of fused attention."""
 
-    Attributes:
-        counted: in full, whatever the mask.
-        forward, backward: of these, what kernels do: half under a causal mask, above whose diagonal they skip tiles.
-    """
-
-    counted: int = 0
-    forward: int = 0
+    counted: int = 0  # in full, whatever the mask
+    forward: int = 0  # of these, what kernels do: half under a causal mask, above whose diagonal they skip tiles
     backward: int = 0
 
     def __add__(self, other: tuple[int, ...]) -> AttentionWork:  # type: ignore[override]
@@ -256,11 +251,7 @@ class MemoryTrace(Document, kind="trace"):
         return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=rule.align)
 
     def check_same_model(self, other: MemoryTrace, *, what: str) -> None:
-        """Refuse to go on with a trace of another model.
-
-        Raises:
-            PlanMismatch: naming the first difference.
-        """
+        """Refuse to go on with a trace of another model. Raises PlanMismatch naming the first difference."""
         if self.fingerprint == other.fingerprint:
             return
         ours = {p.name: p for p in self.params}

@@ -167,10 +167,8 @@ class Rest:
     """What a checkpoint holds besides masters and states.
 
     What is of another model, optimizer or scheduler is refused in the making of it, which changes nothing, or by the
-    model and the scheduler in ``load_own``; ``put_back`` has nothing left to object to.
-
-    Raises:
-        PlanMismatch: saying what is of another.
+    model and the scheduler in ``load_own``; ``put_back`` has nothing left to object to. Raises PlanMismatch saying what
+    is of another.
     """
 
     def __init__(

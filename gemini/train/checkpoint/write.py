@@ -206,14 +206,9 @@ def write(
     staging: torch.Tensor,
     order: Callable[[list[Piece]], Iterable[Piece]] = iter,
 ) -> None:
-    """Write a checkpoint, on all ranks or on none.
-
-    Args:
-        staging: host bytes, page-aligned, with room for the largest piece; empty if the home is ``in_place``.
-        order: in which pieces are put; the next is asked for when one is written.
-
-    Raises:
-        GeminiError: on every rank, naming the one that failed. What was there before is whole.
+    """Write a checkpoint, on all ranks or on none. ``staging``: host bytes, page-aligned, with room for the largest
+    piece; empty if the home is ``in_place``. ``order``: of pieces; the next is asked for when one is written. Raises
+    GeminiError on every rank, naming the one that failed. What was there before is whole.
     """
 
     def put_all() -> None:
