@@ -12,7 +12,7 @@ import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections import namedtuple
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -60,15 +60,16 @@ def number_of(value: Any, what: str) -> float:
     raise TypeError(f"{what} must be a number, or a tensor of one, got {shown}")
 
 
-_RANGES: dict[str, Callable[[Any], bool]] = {
-    "a finite number and not negative": lambda value: 0 <= value <= LARGEST,
-    "0 or more": lambda value: 0 <= value <= LARGEST,
-    "0 or less": lambda value: -LARGEST <= value <= 0,
-    "positive": lambda value: 0 < value <= LARGEST,
-    "in [0, 1)": lambda value: 0 <= value < 1,
-    "in [0, 1]": lambda value: 0 <= value <= 1,
-    "a whole number from 1 to 99": lambda value: type(value) is int and 1 <= value <= 99,
+_RANGES = {
+    "a finite number and not negative": (0.0, LARGEST),
+    "0 or more": (0.0, LARGEST),
+    "0 or less": (-LARGEST, 0.0),
+    "positive": (math.ulp(0.0), LARGEST),
+    "in [0, 1)": (0.0, math.nextafter(1.0, 0.0)),
+    "in [0, 1]": (0.0, 1.0),
+    "a whole number from 1 to 99": (1, 99),
 }
+"""The first and the last number of each."""
 
 
 class Hyper(NamedTuple):
@@ -88,19 +89,19 @@ class Hyper(NamedTuple):
             if value not in self.within:
                 raise ValueError(f"{what} must be one of {self.within}, got {value!r}")
         elif isinstance(self.default, tuple):
-            self._check_numbers(value, what)
+            within = str(self.within) or "in [0, 1)"
+            (first, last), count = _RANGES[within], {2: "two", 3: "three"}[len(self.default)]
+            are_in = isinstance(value, (tuple, list)) and len(value) == len(self.default)
+            for one in value if are_in else ():
+                are_in = are_in and first <= number_of(one, what) <= last
+            if not are_in:
+                within = within if within.startswith("in") else f"of {within}"
+                raise ValueError(f"{what} must be {count} numbers {within}, got {value!r}")
         else:
             within = self.within or "a finite number and not negative"
-            number_of(value, what)  # of which a whole one has to be an int, so that its range looks at the value
-            if not _RANGES[within](value):
+            first, last = _RANGES[within]
+            if not first <= number_of(value, what) <= last or (type(first) is int and type(value) is not int):
                 raise ValueError(f"{what} must be {within}, got {value!r}")
-
-    def _check_numbers(self, value: Any, what: str) -> None:
-        within, count = str(self.within) or "in [0, 1)", {2: "two", 3: "three"}[len(self.default)]
-        are_there = isinstance(value, (tuple, list)) and len(value) == len(self.default)
-        if not are_there or not all(_RANGES[within](number_of(one, what)) for one in value):
-            within = within if within.startswith("in") else f"of {within}"
-            raise ValueError(f"{what} must be {count} numbers {within}, got {value!r}")
 
 
 @dataclass(frozen=True)
