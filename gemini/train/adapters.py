@@ -176,9 +176,7 @@ def faces_of(original: type[nn.Module]) -> tuple[type, ...]:
 
 
 def refuse_unsupported(structure: Structure) -> None:
-    """Refuse adapters that cannot be trained in chunks, before anything is managed. Raises ValueError, naming the
-    remedy.
-    """
+    """Refuse adapters that cannot be trained in chunks, before anything is managed: a ValueError with the remedy."""
     for _, module in structure.modules:
         if is_a(type(module), "AdaLoraModel"):
             raise ValueError(

@@ -109,13 +109,8 @@ class Engine:
         )
 
     def take_home(self, fill: Callable[[ByName, Ranks], nn.Module] | None = None) -> nn.Module | None:
-        """Take the params over: from here on the model is trained with what was made.
-
-        Args:
-            fill: writes the values of params that hold none yet to their homes, given those and who shares them.
-
-        Returns:
-            What ``fill`` returned: the model that has the params.
+        """Take the params over: from here on the model is trained with what was made. ``fill`` writes the values of
+        params that hold none yet, given their homes and who shares them; its result, the model that has them, is given.
         """
         filled = None if fill is None else fill(self.by_names, self.ranks)
         self.adoption.take_all(filled=fill is not None)
@@ -215,7 +210,8 @@ def _make_parts(built: Built, config: GeminiConfig, ranks: Ranks, rule: UpdateRu
     sink = GradientSink(params, store, state, updates, gradients, scaling, transient=transient)
     company = Company(ranks, store.mover)
     if shared:
-        # Where other ranks have the same params, weights and gradients are divided among them.
+        # Where other ranks have the same params, weights and gradients are divided among them. No script is followed
+        # where attention asks in between.
         problem, follows = built.decision.problem, store.transfers.beside and ranks.context.size == 1
         shards = Shards(ranks, params, store, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows)
         company, sink = shards, Reduction(shards, sink, dtype=reduce_dtype(config), room=problem.in_flight)

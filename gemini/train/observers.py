@@ -110,10 +110,8 @@ class ChangedChunks(WriteObserver):
 
 _functorch: Any = torch._C._functorch
 
-
 innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
 """The transform that runs in this thread, or None. torch's own function: it is asked in every hook."""
-
 
 _NOTHING = nullcontext()
 

@@ -130,9 +130,7 @@ def make_report(
     tile_tokens: int | str | None = None,
     kept: Iterable[str] = (),
 ) -> MemoryReport:
-    """Make the report of a model as it stands, nothing being in flight. ``kept``: of each param that stays in fp32,
-    why.
-    """
+    """Make the report of a model as it stands, nothing in flight. ``kept``: of each param that stays in fp32, why."""
     ledger, report = store.ledger, MemoryReport()
     report["fp32"] = dict(sorted(Counter(kept).items()))
     report["speculation"] = {"kept": guesses.num_kept, "undone": guesses.num_undone}
@@ -185,10 +183,7 @@ class Recording:
     """What ``model.recording()`` gives: read :attr:`timeline` after a whole step, inside the block or behind it."""
 
     def __init__(self, engine: Engine, model: nn.Module, trace: MemoryTrace | None):
-        """
-        Raises:
-            PlanMismatch: for a trace of another model.
-        """
+        """PlanMismatch is raised for a trace of another model."""
         # Weakly: a program may keep the recording, to read its timeline, for longer than the model.
         self._reference = weakref.ref(engine)
         if trace is not None:

@@ -208,8 +208,7 @@ class _Mark(NamedTuple):
     """Who is alone, or wants to be. Marks are compared by identity."""
 
     thread: threading.Thread
-    works: Callable[[], Any] | None
-    """Says whether it is at work still; None for as long as its thread lives."""
+    works: Callable[[], Any] | None  # says whether it is at work still; None for as long as its thread lives
 
 
 _LOOK_SECONDS = 0.0005  # how often a thread looks whether it may go on

@@ -175,9 +175,7 @@ def release(model: nn.Module) -> nn.Module:
 
 
 def settle(engine: Engine) -> None:
-    """Wait until nothing is under way in a model, and nobody behind training reads its chunks. Raises GeminiError if an
-    update broke off.
-    """
+    """Wait until nothing is under way, and nobody behind training reads chunks; GeminiError if an update broke off."""
     # In this order: what an interrupt has left cannot be waited for, and a failed update is seen only after the wait.
     engine.recovery.forget_interrupted()
     engine.drain()

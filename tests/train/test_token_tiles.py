@@ -191,6 +191,7 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
         "softmax": lambda logits: torch.softmax(logits, -1),
         "a part of the vocabulary": lambda logits: logits[..., :5],
         "mul_": lambda logits: (logits[:, 1:], logits.mul_(2)),
+        "reshape": lambda logits: torch.reshape(input=logits, shape=(-1, logits.shape[-1])),
         "__setitem__": lambda logits: logits.__setitem__(0, 1.0),
         r"\(gt\)": lambda logits: logits > 0,
     }.items():

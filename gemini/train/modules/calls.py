@@ -49,12 +49,9 @@ class CallRecord:
         self.parent = parent
         self.num_exchanges = num_exchanges
         """Of weights with their averages, when it began: a backward would have the gradients of other weights."""
-        self.stream = 0
-        """The stream on which it computes, by its number."""
-        self.pack: Any = None
-        """The saved-tensor hook of ours that is open for it."""
-        self.num_hooks = 0
-        """Pairs of saved-tensor hooks that were pushed for this call, to be popped at its end."""
+        self.stream = 0  # the stream on which it computes, by its number
+        self.pack: Any = None  # the saved-tensor hook of ours that is open for it
+        self.num_hooks = 0  # pairs of saved-tensor hooks that were pushed for this call, to be popped at its end
         self.hooks_in = -1
         """The backward, by autograd's number, inside which they were: they end with it, if it breaks off."""
         # Nodes of this thread are numbered in the order of their creation: what is older was given to the call.

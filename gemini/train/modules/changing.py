@@ -223,7 +223,6 @@ num_registered = 0
 _watched: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """The modules of managed models, and what was put into them since, by ``id``: not every module can be hashed."""
 
-
 _COMPUTES_WEIGHTS = {
     ParametrizationList.__init__.__code__: "original",
     inspect.unwrap(WeightNorm.apply).__code__: "weight",

@@ -30,13 +30,8 @@ HALVES = (torch.bfloat16, torch.float16)
 TARGETS = ("label", "labels")
 """Names of inputs that are compared with outputs, in fp32 where they are: not cast."""
 
-NAMED, DECLARED, STATISTICS, PARAMETRIZED, MADE = (
-    "by keep_fp32=",
-    "by the model's class",
-    "with running statistics",
-    "under a parametrization",
-    "as they were made",
-)
+NAMED, DECLARED, STATISTICS = "by keep_fp32=", "by the model's class", "with running statistics"
+PARAMETRIZED, MADE = "under a parametrization", "as they were made"
 
 _DECLARATIONS = {"bf16": ("strict",), "fp16": ("strict", "")}
 """transformers' ``_keep_in_fp32_modules`` is for fp16 alone, and ``_keep_in_fp32_modules_strict`` for both."""
@@ -44,19 +39,11 @@ _DECLARATIONS = {"bf16": ("strict",), "fp16": ("strict", "")}
 _BACK = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 """Modules that hand outputs on to the body of a model: in its dtype, as torch's norms with fp32 weights do."""
 
-_OF_ONE_DTYPE = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.MultiheadAttention,
-    nn.LayerNorm,
-    nn.GroupNorm,
-)
-"""Modules that torch computes only with inputs of their weights' dtype: casting changes no program that runs."""
-
 _NOT_BY_AUTOCAST = (nn.Bilinear, nn.LayerNorm, nn.GroupNorm)
-"""Modules of these that autocast leaves alone on the CPU; it casts inputs and weights of the others by itself."""
+"""Modules of the next that autocast leaves alone on the CPU; it casts inputs and weights of the others by itself."""
+
+_OF_ONE_DTYPE = (*_NOT_BY_AUTOCAST, nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
+"""Modules that torch computes only with inputs of their weights' dtype: casting changes no program that runs."""
 
 KeepFp32 = str | tuple[Any, ...] | None
 

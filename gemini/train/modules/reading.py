@@ -47,38 +47,25 @@ class CalledModule(NamedTuple):
 
     path: str
     module: nn.Module
-    params: tuple[nn.Parameter, ...]
-    """The params that it reads itself."""
-    around: int | None
-    """The place of the module around it among all visits; None for the root."""
-    is_again: bool
-    """Whether the same module was visited under another path before."""
+    params: tuple[nn.Parameter, ...]  # the params that it reads itself
+    around: int | None  # the place of the module around it among all visits; None for the root
+    is_again: bool  # whether the same module was visited under another path before
 
 
 class Structure:
-    """Findings of one walk of a model. It is a snapshot: what is compiled or tiled later needs another one.
-
-    Attributes:
-        modules: every module once, by path.
-        params: every param once, in declaration order.
-        coded: the params (by ``id``) whose elements are 4-bit codes.
-        compiled: the modules (by ``id``) that run as compiled code.
-        holders: the modules (by ``id``) with a param in them or in a module below.
-        read_as_a_whole: whether a module reads all that is under it, where nothing is called on its own.
-        visits: the modules that are called on their own, under each of their paths.
-        adapters: the params (by ``id``) of all adapters, also of those that are not active now: laid out as trained
-            ones, so that ``set_adapter`` finds states for them, and apart from base weights.
-    """
+    """Findings of one walk of a model. It is a snapshot: what is compiled or tiled later needs another one."""
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.modules: list[tuple[str, nn.Module]] = []
-        self.compiled: set[int] = set()
-        self.holders: set[int] = set()
-        self.read_as_a_whole = False
-        self.visits: list[CalledModule] = []
-        self.adapters: set[int] = set()
+        self.modules: list[tuple[str, nn.Module]] = []  # every module once, by path
+        self.visits: list[CalledModule] = []  # the modules that are called on their own, under each of their paths
+        self.read_as_a_whole = False  # whether a module reads all that is under it, where nothing is called on its own
         # By `id`: modules and params live as long as the walk, and not every one can be hashed or compared.
+        self.compiled: set[int] = set()  # the modules that run as compiled code
+        self.holders: set[int] = set()  # the modules with a param in them or in a module below
+        self.adapters: set[int] = set()
+        """The params of all adapters, also of those that are not active now: laid out as trained ones, so that
+        ``set_adapter`` finds states for them, and apart from base weights."""
         self._seen: set[int] = set()
         self._called: set[int] = set()
         self._names: dict[int, tuple[nn.Parameter, list[str]]] = {}
@@ -87,8 +74,9 @@ class Structure:
         self._visit("", model, None, in_adapter=False, is_called=True)
         # A param that is tied to one of the base is the base's.
         self.adapters -= self._base
+        # In the order of declaration.
         self.params = [NamedParam(param, tuple(names)) for param, names in self._names.values()]
-        self.coded = {id(param) for param, _ in self.params if is_coded(param)}
+        self.coded = {id(param) for param, _ in self.params if is_coded(param)}  # those whose elements are 4-bit codes
 
     @property
     def readers(self) -> list[CalledModule]:

@@ -141,8 +141,7 @@ class SavedWeights:
         self._handles: dict[int, list[ParamHandle]] = {}
         # By chunk: references to its storage that are ours, beside those of params that are views of it.
         self._own_references: dict[int, int] = {}
-        self.open_for: str | None = None
-        """A param of the call for which the hooks were opened last."""
+        self.open_for: str | None = None  # a param of the call for which the hooks were opened last
 
     def watch(self, chunk: Chunk, handles: list[ParamHandle]) -> None:
         """Look after a chunk that moves. Its params are at home and guarded, and nobody has a view of its window."""
@@ -202,9 +201,7 @@ class SavedWeights:
         ``is_for_others``: nothing but modules inside reads the weights for which they are opened.
         """
         # Inside a transform that takes derivatives torch refuses them: `_keep_for_transform` keeps chunks there.
-        if not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled():
-            return 0
-        if self._is_open():
+        if not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled() or self._is_open():
             return 0
         there = _hooks._top_saved_tensors_default_hooks(False)
         pack: Any = self._around(*there) if there else partial(self._pack)

@@ -58,22 +58,15 @@ class LogitStep(NamedTuple):
 
 
 class TiledLoss(NamedTuple):
-    """A cross entropy of logits that are made ``tokens`` at a time.
-
-    Attributes:
-        steps: what is done with a tile of logits (tokens x vocabulary), in order.
-        dtype: of the losses of tokens.
-        target: the class of each token.
-        divisor: by which the model is going to divide a sum.
-    """
+    """A cross entropy of logits that are made ``tokens`` at a time."""
 
     tokens: int
-    steps: tuple[LogitStep, ...]
-    dtype: torch.dtype
-    target: torch.Tensor
+    steps: tuple[LogitStep, ...]  # what is done with a tile of logits (tokens x vocabulary), in order
+    dtype: torch.dtype  # of the losses of tokens
+    target: torch.Tensor  # the class of each token
     ignore_index: int
     reduction: str
-    divisor: Any = 1
+    divisor: Any = 1  # by which the model is going to divide a sum
 
     def whole(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Compute it of ``hidden`` (tokens x hidden units), logits of a tile by ``head``, and once more in backward."""
@@ -213,18 +206,12 @@ _OF_ROWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 
 
 class Logits(torch.Tensor):
-    """A stand-in for the logits of some hidden states: a tensor without values, which notes what is done with it.
-
-    Attributes:
-        hidden: the hidden states.
-        steps: what is done with a tile of logits (tokens x vocabulary), in order.
-        has_views: whether there are others of the same logits, which a step in place would change as well.
-    """
+    """A stand-in for the logits of some hidden states: a tensor without values, which notes what is done with it."""
 
     head: Head
     hidden: torch.Tensor
-    steps: tuple[LogitStep, ...]
-    has_views: bool
+    steps: tuple[LogitStep, ...]  # as of :class:`TiledLoss`
+    has_views: bool  # whether there are others of the same logits, which a step in place would change as well
 
     @staticmethod
     def of(head: Head, hidden: torch.Tensor, dtype: torch.dtype, steps: tuple[LogitStep, ...] = ()) -> Logits:
@@ -247,7 +234,7 @@ class Logits(torch.Tensor):
             return own._cross_entropy(*args, **kwargs)
         if func is torch.Tensor.__getitem__:
             return own._part(args[1])
-        if name in _OF_ROWS:
+        if name in _OF_ROWS and args:
             return own if name == "contiguous" else own._rows(func, args, kwargs)
         if name in _IN_PLACE and args[0] is own and not own.has_views:
             made = own._then(_IN_PLACE[name], args, kwargs)
@@ -346,8 +333,7 @@ class Head:
         self.label = f"tile_tokens={tokens}: {type(model).__name__}"
         self._promises = False
         self._has_warned = False
-        self._asked: TiledLoss | None = None
-        """The loss that the next call of the layer is to give in place of logits."""
+        self._asked: TiledLoss | None = None  # the loss that the next call of the layer is to give in place of logits
         self._divisor: Any = 1
 
     def loss_of(self, hidden: torch.Tensor, loss: TiledLoss) -> torch.Tensor:

@@ -31,7 +31,6 @@ _CHECKED_TOKENS = 8
 _OF_EXPERTS = ("hidden_states", "top_k_index", "top_k_weights")
 """Arguments of the experts of transformers' MoE blocks: tokens, which experts each goes to, and how much."""
 
-
 _PARTS = {
     "head": "output head with a loss (an nn.Linear, no adapter on it)",
     "mlp": "MLPs and no experts of transformers",

@@ -81,7 +81,7 @@ class ByName:
         plane, slot = handle.chunk.weights, handle.slot
         is_here = plane.dtype == dtype and not self._company.divides
         view = plane.host_view(slot.start, slot.stop) if is_here else None
-        return view if view is None else view.view(handle.own_shape)
+        return None if view is None else view.view(handle.own_shape)
 
     def joined(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """Join the whole value of a param, of which ``own``, in its shape, is what is here."""
@@ -137,7 +137,7 @@ class ByName:
         lower = self._waiting_for(handle, value)
         with WHOLE:  # the two halves of a bf16 master, above all
             self._observers.before_write(handle.chunk)
-            rest = lower if lower is None else _own_part(handle, lower)
+            rest = None if lower is None else _own_part(handle, lower)
             self._write(handle.chunk, handle.part.start, _own_part(handle, value), rest)
             self._forget_copies(handle)
 

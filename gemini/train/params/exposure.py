@@ -39,15 +39,13 @@ class Exposure:
         """By index of a chunk that moves, how many computations see its params as ordinary ones now."""
         self.late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
-        self._cast: list[ParamHandle] = []
-        """Params that were cast while they were ordinary ones."""
+        self._cast: list[ParamHandle] = []  # params that were cast while they were ordinary ones
         self._covered: set[int] = set()
         """Chunks that move and were guarded again since the model was at rest: somebody may have views of them."""
         # Told when a window's memory goes: a param must not look into memory that is somebody else's by then.
         for chunk in store.chunks:
             chunk.on_gone.append(self.poison)
-        self.written: list[ParamHandle] = []
-        """Params that others have written to, which has yet to be refused."""
+        self.written: list[ParamHandle] = []  # params that others have written to, which has yet to be refused
 
     def begin(self) -> None:
         """Make ordinary what never moves, unless it is being updated: the model computes from now on.

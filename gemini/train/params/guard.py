@@ -263,8 +263,7 @@ class Shown(NamedTuple):
 
     of: Any
     """:class:`Weights`, or what has its methods."""
-    view: View | None = None
-    """None for all of it."""
+    view: View | None = None  # None for all of it
 
     def among(self, values: torch.Tensor) -> torch.Tensor:
         """Return what is meant of ``values``, which are all."""
@@ -494,18 +493,14 @@ def _written_param(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 # torch's convention: in place is what ends in one underscore, or is an augmented assignment.
 _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")
 
-
 _VALUES_ONLY = frozenset("detach __repr__ __str__ __format__ tolist item numpy __array__ __set__".split())
 
 
 def substituted(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
     def replaced(leaf: Any) -> Any:
         # A class of somebody's own for lists is a leaf to pytree, and torch takes it for a list.
-        return (
-            copies.get(id(leaf), leaf)
-            if isinstance(leaf, torch.Tensor)
-            else [substituted(each, copies) for each in leaf]
-        )
+        is_tensor = isinstance(leaf, torch.Tensor)
+        return copies.get(id(leaf), leaf) if is_tensor else [substituted(each, copies) for each in leaf]
 
     return tree_map_only((torch.Tensor, list), replaced, tree)
 

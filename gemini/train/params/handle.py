@@ -26,17 +26,11 @@ from gemini.planning.planes import RuleSpec, shapes_of
 
 
 class TensorSlice(NamedTuple):
-    """Slice ``rank`` of ``size`` equal ones of a whole param: tensor parallel, where each rank of ``tp`` has one.
+    """Slice ``rank`` of ``size`` equal ones of a whole param: tensor parallel, where each rank of ``tp`` has one."""
 
-    Attributes:
-        shape: of the whole param.
-        dim: along which it is cut.
-        groups: how many matrices lie side by side along ``dim``, each of which is cut (gate and up in one: 2).
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    groups: int
+    shape: tuple[int, ...]  # of the whole param
+    dim: int  # along which it is cut
+    groups: int  # how many matrices lie side by side along ``dim``, each of which is cut (gate and up in one: 2)
     rank: int
     size: int
 
@@ -104,14 +98,11 @@ class WaitingResidual:
     until the next update: the loaded tensor itself, not a copy.
     """
 
-    residual: torch.Tensor
-    """The residual as the plane has it, of the whole param; in fp16 the master."""
+    residual: torch.Tensor  # the residual as the plane has it, of the whole param; in fp16 the master
     of: int | None
     """The CRC-32 of the bf16 weights that it was saved with. A master says itself which they are."""
-    num_steps: int
-    """The param's updates when it was loaded."""
-    met: bool = False
-    """The weights that it belongs to were there since."""
+    num_steps: int  # the param's updates when it was loaded
+    met: bool = False  # the weights that it belongs to were there since
 
 
 @dataclass(eq=False, slots=True)
@@ -127,20 +118,17 @@ class ParamHandle:
     names: tuple[str, ...]
     param: nn.Parameter
     chunk: Chunk
-    slot: Slot
-    """Its place in the gathered weights."""
+    slot: Slot  # its place in the gathered weights
     part: Part
     """Its place in the planes of this rank: all of the slot in one process."""
     owner: weakref.ref[Any]
     """The model that manages it, as :func:`gemini.train.params.by_name.owner_of` knows it."""
     kind: type[nn.Parameter] = nn.Parameter
     """Its class while modules compute: an ordinary parameter's, or the one that a library has for its codes."""
-    hook: Any = None
-    """The post-accumulate-grad hook, if the param is trained."""
+    hook: Any = None  # the post-accumulate-grad hook, if the param is trained
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     """The gathered weights of the param, in its shape. Only to be read while its chunk is gathered."""
-    version: int = 0
-    """torch's count of writes to the param when it became ordinary."""
+    version: int = 0  # torch's count of writes to the param when it became ordinary
     fingerprint: int | None = None
     """The CRC-32 of the weights when ``param.data`` was asked for last, in a forward or backward."""
     siblings: tuple[ParamHandle, ...] = ()
@@ -149,29 +137,22 @@ class ParamHandle:
     """Number of times that Gemini has changed the weights: a graph from before must not be used after."""
     poisoned: bool = False
     """``param.data`` is NaN: its weights are not gathered."""
-    trained: bool = False
-    """``requires_grad`` as of the last look; flips at rest are noticed by the guard."""
+    trained: bool = False  # ``requires_grad`` as of the last look; flips at rest are noticed by the guard
     norm_sums: Sums | None = None
     """Sums of squares of the gradient's norm tiles, on a device still perhaps; None while there is no gradient."""
     leftover: Leftover = Leftover.NOTHING
-    num_steps: int = 0
-    """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
-    restored: int = -1
-    """``num_steps`` as a checkpoint had it that was loaded last, of masters and states together."""
-    waiting: WaitingResidual | None = None
-    """Loaded with the state of its optimizer, until the next update."""
-    in_backward: int = -1
-    """The number of the backward in which the gradient arrived last."""
+    num_steps: int = 0  # updates this param has had (Adam's bias correction); a skipped step leaves it
+    restored: int = -1  # ``num_steps`` as a checkpoint had it that was loaded last, of masters and states together
+    waiting: WaitingResidual | None = None  # loaded with the state of its optimizer, until the next update
+    in_backward: int = -1  # the number of the backward in which the gradient arrived last
     optimizer: Callable[[], Stepper | None] = _nobody
     """A weak reference to the one that the param was given to, beside ``owners``: every step asks for it."""
     clip: float = 1.0
     """Factor by which clipping of some params (one optimizer's of several) multiplies the gradient; 1 without."""
-    factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """States of it that are no planes, in host memory."""
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)  # states of it that are no planes, in host memory
     clip_folded: float = 1.0
     """The part of ``clip`` that is of an earlier step, and so of the gradient itself to whoever reads it."""
-    cut: TensorSlice | None = None
-    """Which slice of a whole param it is (tensor parallel); None for all of one."""
+    cut: TensorSlice | None = None  # which slice of a whole param it is (tensor parallel); None for all of one
     layout: tuple[int, ...] = ()
     """Its strides before it was managed, if they were others than those of a contiguous param (channels_last)."""
 
@@ -264,8 +245,7 @@ class ParamSet:
     """The managed params of one model, in its order."""
 
     handles: list[ParamHandle]
-    by_chunk: dict[int, list[ParamHandle]]
-    """By the index of their chunk."""
+    by_chunk: dict[int, list[ParamHandle]]  # by the index of their chunk
     of_stages: Mapping[str, StageParam] = field(default_factory=dict)
     """Params of all stages, of a model in stages, in the order of the whole model; else none."""
 
@@ -371,10 +351,8 @@ class Stepper(Protocol):
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     step_in_backward: bool
-    speculate: bool
-    """Whether what it does in backward is a guess, which its step confirms."""
-    may_guess: bool
-    """Whether it may begin to guess by itself."""
+    speculate: bool  # whether what it does in backward is a guess, which its step confirms
+    may_guess: bool  # whether it may begin to guess by itself
     rule: Any
     state: Any
 
@@ -385,7 +363,6 @@ class Stepper(Protocol):
 
 stepping_in_backward: weakref.WeakSet[Stepper] = weakref.WeakSet()
 """Optimizers that step inside backward; where there is none, nobody looks for them there."""
-
 
 owners = WeakTensorKeyDictionary()
 """Params to weak references to their optimizers (:func:`give_to`), of those too that may be managed later.

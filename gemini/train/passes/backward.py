@@ -47,15 +47,13 @@ class BackwardPass:
         self._by_names = parts.by_names
         self.probe: Any = None
         """What looks at gradients before they are kept (:class:`gemini.optim.optimizers.HessianProbe`)."""
-        self._task = _NONE
-        """The backward, by autograd's number, that has begun last."""
+        self._task = _NONE  # the backward, by autograd's number, that has begun last
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
         self.arrived: list[ParamHandle] = []
         """Params whose gradients this backward has begun to land, each as often as one came."""
         self.num_landed = 0
-        self.adds = False
-        """Whether there were gradients of an earlier backward when those of this one began to land."""
+        self.adds = False  # whether there were gradients of an earlier backward when those of this one began to land
         self.landed_before: Counter[ParamHandle] = Counter()
         """Gradients that are not added again: a backward that broke off, and is made once more, has landed them."""
         self._works: Callable[[], Any] = lambda: None

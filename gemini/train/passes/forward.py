@@ -70,18 +70,14 @@ class Parts:
     company: Company
     sink: GradientSink
     by_names: ByName
-    slices: Wire
-    """Among the ranks with slices of the same params; this one alone of params that are whole."""
+    slices: Wire  # among the ranks with slices of the same params; this one alone of params that are whole
 
 
 class ForwardPass:
     """Takes what hooks of modules tell, and serves params to others than their module, in a forward and at rest.
 
     A model may be called from several threads, and on CUDA a recomputation comes on autograd's thread. What changes
-    the books takes ``parts.lock``; each thread has its own stack of calls.
-
-    Args:
-        passes: of the model: graphs keep this, and no model.
+    the books takes ``parts.lock``; each thread has its own stack of calls. Graphs keep ``passes``, and no model.
     """
 
     def __init__(self, parts: Parts, trained: TrainedParams, passes: weakref.ref[Any]):

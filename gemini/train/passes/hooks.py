@@ -43,7 +43,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 NUM_ROOT_HOOKS = 3
 """Number of hooks of the root, the first in the list: they run while others change, and so stay."""
 
-
+Chunks = tuple[Chunk, ...]
 Pre = Callable[[nn.Module, Any], None]
 Post = Callable[[nn.Module, Any, Any], Any]
 
@@ -72,9 +72,7 @@ def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
     _attach_parts(structure, passes, hooks, waits)
 
 
-def _attach_parts(
-    structure: Structure, passes: Passes, hooks: list[Any], waits: Mapping[str, tuple[Chunk, ...]]
-) -> None:
+def _attach_parts(structure: Structure, passes: Passes, hooks: list[Any], waits: Mapping[str, Chunks]) -> None:
     """Register hooks on all modules but the root, as what is compiled has it now. ``waits``: by path of an entrance,
     the resident chunks whose updates it waits for.
     """
@@ -141,12 +139,12 @@ def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> Non
         passes.forward.unmerge(layer)
 
 
-def _to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
+def _to_gather(params: tuple[nn.Parameter, ...]) -> Chunks:
     chunks = dict.fromkeys([handle.chunk for handle in handles_of(params)])
     return tuple([chunk for chunk in chunks if not chunk.resident])
 
 
-def _chunks_to_keep(structure: Structure, gathered: list[tuple[Chunk, ...]]) -> dict[int, tuple[Chunk, ...]]:
+def _chunks_to_keep(structure: Structure, gathered: list[Chunks]) -> dict[int, Chunks]:
     """Find modules, by ``id``, that may keep gathered for all modules below them what these read: where one of them
     reads all of it at once anyway, so that it takes no more room. Only the outermost of them; the root is none.
 
@@ -163,7 +161,7 @@ def _chunks_to_keep(structure: Structure, gathered: list[tuple[Chunk, ...]]) -> 
         below[around] |= below[at]
         most[around] = max(most[around], most[at], key=len)
         number[around] += number[at]
-    found: dict[int, tuple[Chunk, ...]] = {}
+    found: dict[int, Chunks] = {}
     keeping = [False] * len(visits)
     for at, visit in enumerate(visits[1:], 1):
         keeping[at] = visit.around is not None and keeping[visit.around]
@@ -173,7 +171,7 @@ def _chunks_to_keep(structure: Structure, gathered: list[tuple[Chunk, ...]]) -> 
     return found
 
 
-def _chunks_to_await(structure: Structure) -> dict[str, tuple[Chunk, ...]]:
+def _chunks_to_await(structure: Structure) -> dict[str, Chunks]:
     """Find, by path of an entrance, the resident chunks whose updates it waits for before it computes.
 
     A block waits for all that it holds; what is around blocks for what it reads itself. A param that is read elsewhere
@@ -223,7 +221,7 @@ def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre,
     return begin, end
 
 
-def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: tuple[Chunk, ...]) -> None:
+def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: Chunks) -> None:
     ref, model = weakref.ref(passes), structure.model
     chunks, rewritten = _to_gather(structure.visits[0].params), handles_of(rewritten_by(model))
     resident += resident_chunks(rewritten)
@@ -305,9 +303,9 @@ def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., An
 
 def _pre(
     ref: weakref.ref[Passes],
-    chunks: tuple[Chunk, ...],
-    resident: tuple[Chunk, ...],
-    keep: tuple[Chunk, ...],
+    chunks: Chunks,
+    resident: Chunks,
+    keep: Chunks,
     *,
     is_entrance: bool,
 ) -> Pre:
@@ -328,7 +326,7 @@ def _pre(
 
 
 def _unless_inside(
-    ref: weakref.ref[Passes], state: StepState, resident: tuple[Chunk, ...], pre: Pre, post: Post
+    ref: weakref.ref[Passes], state: StepState, resident: Chunks, pre: Pre, post: Post
 ) -> tuple[Pre, Post]:
     """Make the same hooks for where no weight ever moves: inside another module there is nothing to do but wait for
     updates, and when those are over, nothing at all.
@@ -355,7 +353,7 @@ def _unless_inside(
     return pre_unless_inside, post_unless_inside
 
 
-def _unless_served(passes: Passes, chunks: tuple[Chunk, ...], pre: Pre, post: Post) -> tuple[Pre, Post]:
+def _unless_served(passes: Passes, chunks: Chunks, pre: Pre, post: Post) -> tuple[Pre, Post]:
     """Make the same hooks for a module whose weights may be ordinary ones already, for the call around it: then there
     is nothing to do, whatever it reads, saves or leaves behind.
     """

@@ -52,8 +52,7 @@ class Parking:
         self._config, self._problem = config, problem
         self._depth = 0
         self._away = list[_Away]()
-        self._given: dict[str, int] = {}
-        """Bytes of the device's budget that were given back, by holder."""
+        self._given: dict[str, int] = {}  # bytes of the device's budget that were given back, by holder
 
     def enter(self) -> None:
         """Park the model, unless it is. All ranks come here together. What is refused has moved nothing."""

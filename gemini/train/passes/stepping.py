@@ -29,13 +29,10 @@ from gemini.train.update.tiles import ParamUpdate
 
 @dataclass
 class MeasuredNorm:
-    """Result of a backward that only measures.
-
-    Attributes:
-        norm: the 2-norm of all gradients, before clipping; NaN until the block is over.
-    """
+    """Result of a backward that only measures."""
 
     norm: float = math.nan
+    """The 2-norm of all gradients, before clipping; NaN until the block is over."""
 
 
 class Stepping:
@@ -54,8 +51,7 @@ class Stepping:
             store.durable is not None and store.transfers.beside and mode != "transient" and not self._sink.has_replicas
         )
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
-        self.looks_for_optimizers = True
-        """Whether the first step with gradients is still to come."""
+        self.looks_for_optimizers = True  # whether the first step with gradients is still to come
         # `time.perf_counter()` when the step before was handed over.
         self._step_began = 0.0
         # Ranks must all skip a step or none, so where they share one the host has to know.
