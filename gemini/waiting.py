@@ -61,9 +61,7 @@ def is_running(thread: threading.Thread) -> bool:
 
 
 class Latch:
-    """Something that happens once. As ``threading.Event`` without ``clear``, and without its lock. Any thread may set
-    it and any may wait, several at once.
-    """
+    """Something that happens once: a ``threading.Event`` without ``clear`` and its lock. Any thread may set or wait."""
 
     __slots__ = ("_waiters", "is_set")
 

@@ -127,9 +127,7 @@ def why_not_cuda(device: torch.device) -> str | None:
 
 @contextmanager
 def use_isa(name: str | None) -> Iterator[None]:
-    """Runs the kernels of the whole process with one instruction set; None is the best one. For tests and benchmarks.
-    Raises ValueError for a name that is unknown or cannot run here.
-    """
+    """Runs the kernels of the process with one instruction set; None is the best. ValueError if it cannot run here."""
     global _isa, _isa_name, _only_reference
     chosen = list(_isas)[-1] if name is None else name
     if chosen not in _isas:

@@ -84,9 +84,7 @@ Sums = list["float | DeviceSums"]
 
 
 def resolve(many: Sequence[Sums]) -> list[list[float]]:
-    """The numbers of all of them; what was resolved once is known. For sums that are on a device the host waits, once,
-    until it has done what it was given up to here.
-    """
+    """The numbers of all of them. For sums on a device the host waits, once, until it has done what it was given."""
     if DeviceSums not in {type(part) for sums in many for part in sums}:  # as those of every kernel on the CPU
         return cast(list[list[float]], list(many))
     by_device: dict[torch.device, list[DeviceSums]] = {}

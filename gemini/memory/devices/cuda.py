@@ -311,9 +311,7 @@ _CONFS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 def prefer_expandable_segments() -> str:
-    """Let torch's allocator grow segments, which leaves no fragments, unless the program has set it up or begun to use
-    it: what became of it, in words.
-    """
+    """Have torch grow segments (no fragments), unless the program set it up or began: what became of it, in words."""
     said = next((name for name in _CONFS if name in os.environ), None)
     if said is not None:
         return f"{said}={os.environ[said]}"
