@@ -232,6 +232,26 @@ def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypat
     model.zero_grad()
 
 
+def test_the_first_of_two_graphs_is_read_ahead_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pipeline, whose backwards come in the order of the forwards: what lies behind is not asked for."""
+    monkeypatch.setattr(activation_flights, "DEPTH", 2 * INPUT)
+    monkeypatch.setattr(activation_flights, "_TOGETHER", 1)
+    model, workers, real = wrap(tmp_path), list[str](), SpillFile.read
+
+    def read(spill: SpillFile, into: torch.Tensor, offset: int) -> None:
+        workers.append(worker_of_now())
+        real(spill, into, offset)
+
+    first, second = model(noise()), model(noise(1))
+    world_of(model).settle()
+    monkeypatch.setattr(SpillFile, "read", read)
+    first.backward()
+    assert workers.count("MainThread") <= 3
+    second.backward()
+    model.zero_grad()
+    nothing_is_left(model)
+
+
 # ---- room ------------------------------------------------------------------------------------------------------------
 
 

@@ -386,6 +386,19 @@ def test_who_needs_the_memory_has_guesses_undone(where: str, tmp_path: Path) -> 
     assert counts(model) == (2, 1)
 
 
+def test_copies_go_when_a_guess_is_kept(tmp_path: Path) -> None:
+    """And not with the end of its update: others find the room."""
+    model, optimizer = guessing(tmp_path, "spill file")
+    squares(model, 0).backward()
+    jobs = list(world_of(model).updates.pending.values())
+    let_guesses_end(model)
+    for job in jobs:
+        job.guess._is_over = False  # as if a tile were still on its way home
+    assert held(model)
+    optimizer.step()
+    assert held(model) == sum(job.guess.num_bytes for job in jobs) == 0
+
+
 def test_a_spill_file_that_takes_nothing_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when an update that counts breaks off."""
     model, optimizer = guessing(tmp_path, "spill file")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,8 +102,10 @@ class Flights:
         self.restoring: dict[Any, Any] = store.transfers.open[Lane.RESTORE]
         self._parked: dict[int, list[torch.Tensor]] = {}  # buffers by size; in the ledger as if in use
         self._untold: list[BaseException] = []  # errors of saves that nobody has heard of
-        self._order: list[weakref.ref[Offloaded]] = []  # in the order of saving, without those that backward has had
-        self._at = 0  # place in it that backward has come to: what it has had last stood before this one
+        self._order: list[
+            Callable[[], Offloaded | None]
+        ] = []  # in the order of saving; what knows none keeps its place
+        self._at = 0  # place in it that backward has come to
         self._largest = 0  # bytes of the largest tensor so far
         self._is_starved = False
         store.ledger.register(Turn.BUFFERS, self._trim, Tier.CPU)
@@ -243,7 +245,7 @@ class Flights:
         wanted: list[Offloaded] = []
         num_bytes = 0
         # From a few behind the place: within a block backward asks in the order of saving.
-        for known in reversed(self._order[: self._at + _TOGETHER]):
+        for known in reversed(self._order[: self._at + _TOGETHER + 1]):
             offloaded = known()
             if offloaded is None or offloaded in wanted:
                 continue
@@ -336,9 +338,12 @@ class Flights:
         """Move the place to the last time that this was saved, of those that backward has not come to."""
         for at in reversed(range(len(self._order))):
             if self._order[at]() is offloaded:
-                del self._order[at]
-                self._at = at
-                return
+                # It keeps its place: with graphs of several forwards what lies behind it is not asked for next.
+                self._order[at], self._at = _had, at
+                break
+        # Behind the place: backward does not come there again.
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
 
     def take_back(self, flight: Flight) -> None:
         """Give up a flight that nobody wants: its memory is free afterwards, and nobody writes to its place."""
@@ -367,14 +372,19 @@ class Flights:
         tier, num_bytes = self._computing, flight.num_bytes
         needs_buffer = self._file is not None
         # A parked buffer is in the ledger already: no bytes are taken for it.
-        if needs_buffer and not self._parked.get(num_bytes):
-            if not self._ledger.reserve_if_room(Tier.CPU, num_bytes, IN_FLIGHT, asking):
+        while needs_buffer and not self._parked.get(num_bytes):
+            # Saves end here and not when asked to give way: that would free a buffer, to make the same one anew.
+            turns = AHEAD if self.saving else asking
+            if self._ledger.reserve_if_room(Tier.CPU, num_bytes, IN_FLIGHT, turns):
+                try:
+                    self._park(self._device.make_host_buffer(num_bytes))
+                except BaseException:
+                    self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
+                    raise
+            elif turns is asking:
                 return False
-            try:
-                self._park(self._device.make_host_buffer(num_bytes))
-            except BaseException:
-                self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
-                raise
+            else:
+                self._end_oldest()
         if needs_buffer:
             flight.buffer = self._parked[num_bytes].pop()
         if tier is Tier.CPU or self._ledger.reserve_if_room(tier, num_bytes, IN_FLIGHT, asking):
@@ -465,6 +475,10 @@ def _without_traceback(error: Exception) -> Exception:
     raised = copy.copy(error)
     raised.__cause__ = error.__cause__
     return raised
+
+
+def _had() -> None:
+    """In the place of one that backward has had."""
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -154,9 +154,9 @@ class Guess:
                 home.copy_(new)
             self._new.clear()
             self._old.clear()
-            # Else `end` does it: a tile that runs now may have a copy beside its weights.
-            if self._is_over:
-                self._release()
+            # The copies are gone. What is beside weights in sight stays until `end`: a tile may be on its way home.
+            beside = self._planes.get(WEIGHTS) if self._in_sight and not self._is_over else None
+            self._release(0 if beside is None else beside.num_bytes)
             return True
 
     def drop(self) -> bool:
@@ -186,8 +186,8 @@ class Guess:
             raise
         self._release()
 
-    def _release(self) -> None:
-        num_bytes, self.num_bytes = self.num_bytes, 0
+    def _release(self, rest: int = 0) -> None:
+        num_bytes, self.num_bytes = self.num_bytes - rest, rest
         if num_bytes:
             self._ledger.release(Tier.CPU, num_bytes, HOLDER)
 

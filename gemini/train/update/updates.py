@@ -372,8 +372,8 @@ class Updates:
         return self._await_first(job for job in list(self.pending.values()) if job.held is not None)
 
     def _undo_one(self, want: Want) -> bool:
-        """Undo a guess that holds host memory, which others need; False if there is none."""
-        return self._await_first(j for j in list(self.pending.values()) if j.is_undecided and j.guess.num_bytes > 0)
+        """End a guess that holds host memory, which others need: undone, if it is not kept. False if there is none."""
+        return self._await_first(job for job in list(self.pending.values()) if job.guess.num_bytes > 0)
 
     def _await_first(self, jobs: Iterable[UpdateJob]) -> bool:
         for job in jobs:
@@ -470,22 +470,20 @@ def _in_a_backward() -> bool:
 _FLAGS = PAGE // 4
 """Of steps that nobody has looked at yet: one for each optimizer of a model, and none outlives a backward."""
 
-_NOT_ASKED = torch.ones(1, dtype=torch.int32, device="cpu")
-
 
 class _Used(NamedTuple):
     """Gradients of an update of a chunk on the device, or of all of a step; their sums tell whether it took place."""
 
     handles: list[ParamHandle]
     sums: list[kernels.Sums]
-    flag: torch.Tensor = _NOT_ASKED
-    """What stopped it, if it is not 0: on the host, once it is copied there."""
+    flag: torch.Tensor | None = None
+    """What stopped it, if it is not 0: on the host, once it is copied there. None if the sums alone tell."""
     copied: Event = DONE
 
     def is_good(self) -> bool:
         """Whether the flag says that it took place. Waits for the copy, which has begun long ago, and nothing since."""
         self.copied.wait()
-        return not int(self.flag)
+        return self.flag is not None and not int(self.flag)
 
 
 class DeferredFiniteChecks:
