@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini.memory.nvme import SpillFile
 from gemini.planning.working import staging_bytes
+from gemini.tiers import Tier
 from gemini.train.activations import store as activations
 from tests.train.helpers import llama, manage, t5
 from tests.world import world_of
@@ -39,8 +40,24 @@ def enable(model: Any, *, reentrant: bool = False) -> None:
 
 
 def held(model: Any) -> dict[str, int]:
+    world_of(model).activations.trim()
     ledger = world_of(model).ledger
     return {tier.value: n for tier in ledger.tiers if (n := ledger.held(tier, "activations"))}
+
+
+def test_buffers_of_host_memory_stay_for_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has memory page-locked for each that is made; who needs the bytes gets them."""
+    model, made = wrap(llama(), tmp_path, "cpu", "standin"), list[int]()
+    enable(model)
+    world, real = world_of(model), world_of(model).device.make_host_buffer
+    monkeypatch.setattr(world.device, "make_host_buffer", lambda size: made.append(size) or real(size))
+    for step in range(2):
+        made.clear()
+        model(**batch(step)).loss.backward()
+        model.zero_grad()
+    assert not made and world.ledger.held(Tier.CPU, "activations") == INPUTS
+    assert world.ledger.make_room(Tier.CPU, world.ledger.free(Tier.CPU) + INPUTS)
+    assert not world.ledger.held(Tier.CPU, "activations")
 
 
 def hooks_are_open() -> bool:

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini.errors import BudgetExceeded, warn
 from gemini.interrupts import WHOLE
-from gemini.ledger import WELCOME
+from gemini.ledger import WELCOME, Turn, Want
 from gemini.memory.devices.pages import PAGE, in_pages
 from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
@@ -60,6 +60,9 @@ class ActivationStore:
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
         self._file = store.files.get(tier)
         self._slots: dict[int, int] = {}  # bytes of what is taken of the file, by offset
+        # Host buffers in which nothing lies, by size, in the ledger as if something did: to page-lock memory for one
+        # takes a GPU longer than to fill it.
+        self._parked: dict[int, list[torch.Tensor]] = {}
         # Storages of weights: autograd saves views of them, which must stay where they are.
         self._weights = {of.untyped_storage()._cdata for chunk in store.chunks for of in (chunk.flat, chunk.face)}
         self._is_open = False
@@ -67,6 +70,20 @@ class ActivationStore:
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self.flights = Flights(store, tier)
+        store.ledger.register(Turn.BUFFERS, self.trim, Tier.CPU)
+        store.ledger.register(Turn.FLIGHTS, self.trim, Tier.CPU)
+
+    def trim(self, want: Want | None = None) -> bool:
+        """Give buffers back in which nothing lies; False if there are none."""
+        num_bytes = self._parked_bytes
+        self._parked.clear()
+        if num_bytes:
+            self._ledger.release(Tier.CPU, num_bytes, ACTIVATIONS)
+        return num_bytes > 0
+
+    @property
+    def _parked_bytes(self) -> int:
+        return sum(size * len(parked) for size, parked in self._parked.items())
 
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
@@ -105,7 +122,8 @@ class ActivationStore:
         """
         self.collect()
         stored = [offloaded for offloaded in self._stored if offloaded.place is not None]
-        lost = self._ledger.held(self._tier, ACTIVATIONS) - sum(offloaded.num_bytes for offloaded in stored)
+        there = self._parked_bytes + sum(offloaded.num_bytes for offloaded in stored)
+        lost = self._ledger.held(self._tier, ACTIVATIONS) - there
         if lost > 0 and not self.gone:
             self._ledger.release(self._tier, lost, ACTIVATIONS)
             for place in self._slots.keys() - {offloaded.place for offloaded in stored}:
@@ -116,6 +134,7 @@ class ActivationStore:
         self.flights.drain()
         self.flights.check()
         self.collect()
+        self.trim()
 
     def close(self) -> None:
         """The model ends, perhaps with a forward that an interrupt ended: other models must not save by its hooks."""
@@ -134,6 +153,9 @@ class ActivationStore:
                 # Before the place is given away: the drive would write to its next owner.
                 self.flights.take_back(flight)
             self.gone.popleft()
+            if self._file is None:
+                self._parked.setdefault(num_bytes, []).append(place)
+                continue
             self._give_back(place)
             self._ledger.release(self._tier, num_bytes, ACTIVATIONS)
 
@@ -188,8 +210,13 @@ class ActivationStore:
             if self._file is not None:
                 self._mover.scratch(1, torch.uint8, PAGE)  # what a move needs beside the tensor's own place, first
             # The object that gives the bytes back is there when they are taken.
-            with WHOLE, self._ledger.reserving(self._tier, num_bytes, ACTIVATIONS, WELCOME):
-                offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
+            with WHOLE:
+                if parked := self._parked.get(num_bytes):
+                    offloaded = Offloaded(self.gone, tensor, parked.pop())
+                else:
+                    self.trim()  # of other sizes: batches have changed
+                    with self._ledger.reserving(self._tier, num_bytes, ACTIVATIONS, WELCOME):
+                        offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
         except BudgetExceeded as e:
             if not self._warned:
                 self._warned = True
