@@ -12,7 +12,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -22,6 +25,8 @@ from gemini.jobs import BROKEN, REFUSED, JobError, settings
 from gemini.ranks import launch
 from gemini.version import __version__
 
+PATIENCE_S = 5
+"""How long another process than the first waits for its words."""
 _SPINS = "1000"
 """How often torch's threads look for work before they sleep (docs/decisions/2026-11-24-threads-that-wait.md)."""
 
@@ -134,13 +139,23 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _say(words: str, cause: BaseException, code: int) -> int:
-    """Say why it ends: the first process of a machine itself, another one in torchrun's report, if there is one."""
+    """Say why it ends: the first process of a machine itself, another one in torchrun's report, if there is one, unless
+    the first one has said the same within ``PATIENCE_S``, which stands beside their reports.
+    """
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    said = None if report is None else Path(report).parents[1] / "said"
     if launch.speaks():
-        print(f"gemini: {words}", file=sys.stderr)
-    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
+        print(f"gemini: {words}", file=sys.stderr, flush=True)
+        if said is not None:
+            with suppress(OSError):
+                said.write_text(words)
+        return code
+    if code == REFUSED:
+        time.sleep(PATIENCE_S)
+    if said is None:
+        print(f"gemini: rank {launch.rank()}: {words}", file=sys.stderr)
+    elif not said.is_file() or said.read_text() != words:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(cause)
-    else:
-        print(f"gemini: rank {launch.rank()}: {words}", file=sys.stderr)
     return code

@@ -371,10 +371,10 @@ def run_by(way: Way, plan: Plan) -> dict[str, Any]:
         "command": "" if plan.problem.gradients == "transient" else f"{start} sft {as_options(said)}",
         "python": [
             *(["model.gradient_checkpointing_enable()"] if plan.trace.checkpointing else []),
-            f"plan = gemini.Plan.from_json(open({path!r}).read())",
-            f"model = gemini.GeminiDDP(model, gemini.GeminiConfig(placement=plan, memory=gemini.MemoryBudget({budgets})"
-            f", precision={plan.problem.precision!r}, gradients={plan.problem.gradients!r}, states={settings.states!r}"
-            f", optimizer={rule.module}.{rule.rule}(){device}))",
+            "model = gemini.GeminiDDP(model, gemini.GeminiConfig(placement=gemini.Plan.from_json("
+            f"open({path!r}).read()), memory=gemini.MemoryBudget({budgets}), precision={plan.problem.precision!r}, "
+            f"gradients={plan.problem.gradients!r}, states={settings.states!r}, "
+            f"optimizer={rule.module}.{rule.rule}(){device}))",
         ],
     }
 

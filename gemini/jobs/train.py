@@ -201,6 +201,10 @@ class Run:
                 processing_class=tokenizer,
                 **more,
             )
+        judges = getattr(trainer, "reward_processing_classes", ())  # None of a reward that is a function
+        unmarked = any(judge is not None and not judge.chat_template for judge in judges)
+        if unmarked and trl.is_conversational(next(iter(rows))):
+            raise JobError("--reward_model_name_or_path: a tokenizer without a chat template, and the data has chats.")
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # switched off for training; the saved model is to generate with it
         trainer.remove_callback(transformers.PrinterCallback)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -182,17 +183,19 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
     compiles, values.torch_compile = bool(values.torch_compile), False
     with refusing(asked.prog):
         script, args, model, mixture, ours = asked.parse_dict(vars(values), allow_extra_keys=True)
-        config = config_of(args, ours, plan)
+        config = config_of(args, ours, plan, num_processes)
     options = Options(kind, script, args, model, mixture, ours, said, compiles, config)
     _check(options)
     args.parallelism_config = parallelism_of(ours, num_processes)
     return options
 
 
-def config_of(args: Any, ours: GeminiArguments, plan: Plan | None) -> GeminiConfig:
+def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes: int) -> GeminiConfig:
     """How the model of a job is managed, as its options or a plan say it."""
     # What a plan may have of a tier that it leaves empty needs no folder there.
     budgets = {} if plan is None else {t: n for t, n in plan.problem.budgets.items() if plan.bytes_per_tier.get(t)}
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))  # a plan's are those of one rank
+    budgets = {t: n if t is Tier.GPU else n * sharing for t, n in budgets.items()}
     gradients = "accumulate" if args.gradient_accumulation_steps > 1 else "retain"
     return GeminiConfig(
         precision=precision_of(args),

@@ -24,6 +24,7 @@ def test_of_several_processes_one_says_what_is_wrong(
 ) -> None:
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("gemini.cli.PATIENCE_S", 0)
     for rank, report in ("0", None), ("1", tmp_path / "report.json"), ("1", None):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)

@@ -15,6 +15,7 @@ def test_several_processes_are_refused_once(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "report.json"))
+    monkeypatch.setattr("gemini.cli.PATIENCE_S", 0)
     for rank, says in ((0, "`gemini demo` runs in one process, and 2 were started."), (1, "")):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         result = gemini_command("demo", "--out", tmp_path / "out")

@@ -169,6 +169,21 @@ def test_a_reward_that_is_none_is_refused(llama: Path, tmp_path: Path) -> None:
     )
 
 
+def test_a_reward_model_that_reads_no_chats_is_refused(llama: Path, tmp_path: Path) -> None:
+    run, rows, judge = of_kind("grpo", llama, tmp_path), tmp_path / "chats.jsonl", tmp_path / "judge"
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "one and one is"}]}) + "\n")
+    config = transformers.AutoConfig.from_pretrained(llama, num_labels=1)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(judge)
+    refused(
+        run("--output_dir", tmp_path / "out", "--dataset_name", rows, "--reward_model_name_or_path", judge),
+        "a tokenizer without a chat template",
+        begun=True,
+    )
+
+
 @pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.unattended])
 def test_it_trains_by_every_rule_that_a_plan_can_be_made_for(name: str, train: Command, tmp_path: Path) -> None:

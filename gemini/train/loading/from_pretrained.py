@@ -61,8 +61,9 @@ def from_pretrained(
         model_class: a model class or an auto class of transformers. By default the class in ``config.json``.
         adapt: a function that changes the model before it is placed and returns it (or nothing, if it changes it in
             place), for example ``lambda model: peft.get_peft_model(model, lora_config)``. A weight that it reads or
-            writes is read from the files at that moment and stays in host memory, beside the budget, until the model is
-            placed, with what the function did to it; all others go to their homes as without it.
+            writes is read from the files at that moment. One that is changed stays in host memory, beside the budget,
+            until the model is placed, one that is only read as long as there is room; all others go to their homes as
+            without it.
         attn_implementation: "eager", "sdpa", "flash_attention_2", ..., as in :func:`from_config`.
         process_group, mesh: as for :class:`gemini.GeminiDDP`. Every rank reads the files and keeps its part. With
             ``tp`` and ``ep`` it reads only its slices.
