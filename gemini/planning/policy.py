@@ -178,8 +178,7 @@ def moves_by_policy(
     Args:
         sizes: bytes of the chunks that have to be gathered; others are there anyway.
         room: bytes that gathered chunks may take at once.
-        lasting: chunks (frozen ones) whose gathered weights outlive the step. The step is then played until it begins
-            with what it leaves.
+        lasting: (frozen) chunks whose gathered weights outlive the step, played until it begins with what it leaves.
     """
     starts: dict[int, list[int]] = {}
     for run in runs(accesses, sizes):
@@ -278,9 +277,8 @@ def cheapest_moves(
 
 
 def first_of(again: Sequence[Moves], accesses: Sequence[Access], renewed: frozenset[int]) -> tuple[Moves, ...]:
-    """The moves of the first of several steps that ``again`` is for: ``renewed`` chunks are not there when it begins.
-
-    They are gathered when they are read first; in no moment does it hold more.
+    """The moves of the first of several steps that ``again`` is for: ``renewed`` chunks are not there when it begins,
+    and are gathered when they are read first; in no moment does it hold more.
     """
     there: set[int] = set()
     found: list[Moves] = []
@@ -322,29 +320,32 @@ def _gaps(found: Sequence[MomentRun], lasting: frozenset[int]) -> list[Gap]:
 
 
 def _choose(
-    gaps: Sequence[Gap],
-    accesses: Sequence[Access],
-    sizes: Mapping[int, int],
-    room: int,
-    saved: Mapping[Gap, float],
+    gaps: Sequence[Gap], accesses: Sequence[Access], sizes: Mapping[int, int], room: int, saved: Mapping[Gap, float]
 ) -> set[Gap]:
     """The gaps to keep chunks gathered in: maximise what they save, within the room that each moment leaves."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
 
     free = [room - sum(sizes[i] for i in access.chunks if i in sizes) for access in accesses]
-    # The least room of the moments that the same gaps are over.
-    rows: dict[tuple[int, ...], int] = {}
+    # The moments whose room can be short, each with the gaps over it. A row that another one implies (all its gaps are
+    # over that moment too, which has no more room) is left out: of a forward, in which gaps only begin, a few remain.
+    rows: list[tuple[int, frozenset[int]]] = []
+    growing, before = 0, frozenset[int]()  # no gap has ended since the row of that number
     for moment, left in enumerate(free):
-        if over := tuple([column for column, gap in enumerate(gaps) if gap.is_over(moment)]):
-            rows[over] = min(left, rows.get(over, left))
+        over = frozenset(column for column, gap in enumerate(gaps) if gap.is_over(moment))
+        growing, begun, before = len(rows) if before - over else growing, over - before, over
+        if not over or (rows and growing == len(rows) and not begun and rows[-1][0] <= left):
+            continue  # since then gaps have only ended
+        while len(rows) > growing and rows[-1][0] >= left:
+            rows.pop()
+        rows.append((left, over))
     if not rows:
         return set(gaps)
     unit = gcd(*(sizes[gap.chunk] for gap in gaps))
-    entries = [(row, column, sizes[gaps[column].chunk] // unit) for row, over in enumerate(rows) for column in over]
+    entries = [(row, at, sizes[gaps[at].chunk] // unit) for row, (_, over) in enumerate(rows) for at in over]
     where_row, where_column, values = zip(*entries, strict=True)
     matrix = csr_matrix((values, (where_row, where_column)), shape=(len(rows), len(gaps)))
-    limits = [left // unit for left in rows.values()]  # whole units: a tighter relaxation
+    limits = [left // unit for left, _ in rows]  # whole units: a tighter relaxation
     most = max(saved.values())
     # The number of nodes is limited and not the time: what is chosen must not depend on how busy the machine is.
     solution = milp(
