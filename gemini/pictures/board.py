@@ -17,7 +17,7 @@ from typing import Any
 
 from gemini.errors import human_bytes
 from gemini.pictures import series
-from gemini.planning.timeline import Span, Timeline, Track
+from gemini.planning.timeline import TRACKS, Span, Timeline, Track
 from gemini.tiers import Tier
 
 INK, FAINT = "#101114", "#8a8d94"
@@ -151,7 +151,7 @@ def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True
     tiers = [tier for tier in Tier if memory and series.holders(timelines, tier)]
     shown = [track for track in Track if tracks and any(s.track is track for t in timelines for s in t.spans)]
     rows = len(tiers) * (_PANEL + _STRIP + _GAP) + len(shown) * _ROW + (0.1 if shown and tiers else 0)
-    legends = _legends(timelines, memory=memory)
+    legends = _legends(timelines, memory=memory, tracks=tracks)
     width = len(timelines) * (_LEFT + _WIDTH + _RIGHT)
     per_row = max(3, int((width - _LEFT) / _ENTRY))
     lines = [-(-len(colours) // per_row) for colours in legends.values()]
@@ -320,11 +320,11 @@ def _time(axes: Any, end: float) -> None:
     axes.set_xlabel(f"{unit} since the step began", fontsize=9, color=INK)
 
 
-def _legends(timelines: list[Timeline], *, memory: bool) -> dict[str, dict[str, str]]:
+def _legends(timelines: list[Timeline], *, memory: bool, tracks: bool) -> dict[str, dict[str, str]]:
     """Colours by what they stand for, by title."""
     held = {name: colour_of(name) for name in series.holders(timelines)} if memory else {}
-    done = {series.activity_of(span) for timeline in timelines for span in timeline.spans}
-    done |= {"waiting"} if done else set()
+    shown = [span for each in timelines for span in each.spans if tracks or span.track in TRACKS.values()]
+    done = {*map(series.activity_of, shown), *(["waiting"] if tracks and shown else [])}
     activities = {name: colour for name, colour in series.ACTIVITIES.items() if name in done}
     return {title: colours for title, colours in (("held by", held), ("what tracks do", activities)) if colours}
 
