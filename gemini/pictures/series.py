@@ -153,9 +153,7 @@ def coverage(intervals: Iterable[tuple[float, float]], edges: Sequence[float]) -
 
 def busy(spans: Sequence[Span], end: float, *, step: float = 0.0, columns: int = COLUMNS) -> Busy:
     """Shares of spans by activity. Few spans have columns of their own and are seen as they are. Activities that a
-    track does at once (reads of several threads) share the time that they cover.
-
-    ``step``: seconds of which the rest, in which no span is under way, is "waiting".
+    track does at once (reads of several threads) share the time that they cover; the rest of ``step`` is "waiting".
     """
     exact = sorted({0.0, end, *(t for s in spans for t in (s.start, s.stop) if 0 < t < end), min(step, end)})
     edges = exact if len(exact) <= columns else [end * column / columns for column in range(columns + 1)]

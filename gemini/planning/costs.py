@@ -160,9 +160,7 @@ class Costs:
 
     def compute(self, moment: Moment, *, measured: bool) -> Cost:
         """Computing one moment: on the host the slowest of its arithmetic, its memory traffic, and launching its
-        operations; on a GPU its products one by one, then all else of it.
-
-        ``measured``: the trace's own seconds are those of this machine and are taken instead.
+        operations; on a GPU its products one by one, then all else of it; the trace's own seconds if ``measured`` here.
         """
         on_gpu, seconds = self._compute is Tier.GPU, moment.seconds if measured else None
         if seconds is None:
@@ -198,9 +196,8 @@ class Costs:
         return products + others
 
     def launching(self, moment: Moment, num_hooked: int, *, measured: bool) -> float:
-        """Seconds of the thread that launches a moment on a GPU; of the host, which computes itself, none.
-        ``num_hooked``: params that are gathered for it, and gradients that leave. ``measured``: as in :meth:`compute`;
-        operations are launched in the trace's own seconds then.
+        """Seconds of the thread that launches a moment on a GPU (``measured``: operations are launched in the trace's
+        own seconds); of the host, which computes itself, none. ``num_hooked``: params gathered, gradients that leave.
         """
         if self._compute is not Tier.GPU:
             return 0.0
@@ -250,7 +247,6 @@ class Costs:
 
     def landing(self, num_bytes: float) -> Cost:
         """A gradient copied into its plane, or into staging, with its norm in the same pass: bytes read and written.
-
         The figure ``land_cpu`` is for 2 + 2 bytes; without it the pass takes what host memory takes.
         """
         if not num_bytes or not self._hardware.has("land_cpu"):
@@ -465,11 +461,10 @@ class Sent(NamedTuple):
 
 
 def sent_in_ring(group: Group, num_bytes: float) -> Sent:
-    """What becomes of ``num_bytes`` that each rank of a ring sends on.
-
-    Of B bytes that all ranks are to have, each sends ``num_bytes`` = B (size - 1) / size. Rings are laid so that each
-    machine receives what it has not, B (size - local) / size, once, through the network ports of its ``local`` ranks
-    together, and hands it around inside. As NCCL does with one port for each GPU.
+    """What becomes of ``num_bytes`` that each rank of a ring sends on. Of B bytes that all ranks are to have, each
+    sends ``num_bytes`` = B (size - 1) / size. Rings are laid so that each machine receives what it has not,
+    B (size - local) / size, once, through the network ports of its ``local`` ranks together, and hands it around
+    inside. As NCCL does with one port for each GPU.
     """
     if group.local == group.size:
         return Sent(num_bytes, 0.0)

@@ -42,13 +42,10 @@ class _Task(NamedTuple):
 
 
 class Fluid:
-    """Tasks are added in an order in which every one comes after those it waits for; :meth:`run` plays them all, once.
-
-    ``buffer``: bytes that tasks may have taken at once.
-    """
+    """Tasks are added in an order in which each comes after those it waits for; :meth:`run` plays them all, once."""
 
     def __init__(self, resources: Iterable[str]):
-        self.buffer = 0
+        self.buffer = 0  # bytes that tasks may have taken at once
         self._resources = {name: number for number, name in enumerate(resources)}
         self._speeds = cache(fair_speeds)
         # By task; also those that it still waits for, counted, and those that wait for it.
@@ -188,10 +185,7 @@ class Fluid:
 
 
 def fair_speeds(loads: Sequence[tuple[tuple[int, float], ...]]) -> tuple[float, ...]:
-    """Progressive filling: all speeds grow from 0 together, each until it is 1 or one of its resources is used up.
-
-    ``loads``: per task, (resource, share of it used at speed 1).
-    """
+    """Progressive filling: all speeds grow from 0 together, each until it is 1 or one of its resources is used up."""
     speeds = [0.0] * len(loads)
     growing = set(range(len(loads)))
     left: dict[int, float] = {resource: 1.0 for load in loads for resource, _ in load}

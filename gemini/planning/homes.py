@@ -156,9 +156,7 @@ class _Choices:
     def seconds_with(
         self, index: int, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False
     ) -> dict[str, float]:
-        """What a chunk costs in a step, by track, with ``homes``, all else on the CPU tier, and its weights gathered
-        ``times``.
-        """
+        """What a chunk costs by track, with ``homes``, all else on the CPU tier, and weights gathered ``times``."""
         problem, speeds = self._problem, self._speeds
         homes = {**dict.fromkeys(problem.sizes[index], Tier.CPU), **homes}
         moved: Traffic = update_traffic(problem, homes, index, streamed=streamed)

@@ -98,11 +98,6 @@ class ChunkSpec:
     def payload(self) -> int:
         return sum(slot.numel for slot in self.slots)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """What two chunks of the same form have in common: the sizes of their params, in order."""
-        return tuple(slot.numel for slot in self.slots)
-
 
 def part_of(slot: Slot, chunk_numel: int, ranks: int, rank: int) -> Part:
     """The part of ``slot`` in the shard of ``rank``: elements ``[rank * n / ranks, (rank + 1) * n / ranks)`` of the
@@ -131,11 +126,6 @@ class Layout:
     def payload(self) -> int:
         return sum(chunk.payload for chunk in self.chunks)
 
-    @property
-    def padding(self) -> float:
-        """Wasted elements over useful ones."""
-        return self.numel / self.payload - 1 if self.payload else 0.0
-
 
 def block_of(name: str) -> str:
     """The outermost numbered block of a param: ``block_of("model.layers.7.mlp.w") == "model.layers.7"``, or ``""``."""
@@ -149,11 +139,7 @@ def page_up(numel: int, align: int = ALIGN) -> int:
 
 
 def make_layout(
-    params: Sequence[ParamSpec],
-    *,
-    ranks: int = 1,
-    max_chunk: int = DEFAULT_MAX_CHUNK,
-    align: int = ALIGN,
+    params: Sequence[ParamSpec], *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, align: int = ALIGN
 ) -> Layout:
     """Cut ``params`` (in declaration order, tied names once) into chunks.
 

@@ -37,9 +37,8 @@ from gemini.tiers import Tier
 
 
 def balanced(weights: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
-    """Ranges of blocks, one for each stage and none empty, whose heaviest is as light as can be.
-
-    ``weights``: of each block, and at last of what the last stage has besides.
+    """Ranges of blocks, one for each stage and none empty, whose heaviest is as light as can be. ``weights``: of each
+    block, and at last of what the last stage has besides.
     """
     blocks, rest = weights[:-1], weights[-1]
     sums = [0.0]
@@ -65,9 +64,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> list[tuple[int, int]]
 
 
 class Blocks:
-    """The blocks of a traced model: the numbered modules with the most params. Raises ValueError for a model without
-    any.
-    """
+    """The blocks of a traced model: the numbered modules with the most params. Raises ValueError if it has none."""
 
     def __init__(self, trace: MemoryTrace):
         sizes: Counter[str] = Counter()
@@ -118,10 +115,7 @@ class Blocks:
 
 
 def stage_trace(trace: MemoryTrace, blocks: Blocks, start: int, stop: int, *, boundary_bytes: int) -> MemoryTrace:
-    """The step of the stage that has blocks ``[start, stop)``, in one micro-batch.
-
-    ``boundary_bytes``: of the hidden states that a stage is given.
-    """
+    """A micro-batch of the stage of blocks ``[start, stop)``, which is given hidden states of ``boundary_bytes``."""
     first, last = start == 0, stop == blocks.number
     owners = blocks.of_moments()
 
@@ -208,16 +202,9 @@ class StageOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshOutcome:
-    """A step over a mesh.
-
-    Attributes:
-        micro_batches: of a step, on each rank.
-        order: of the micro-batches, one of ``ORDERS``; "" without stages.
-        stages: one of each.
-        tokens: of a step, on all ranks.
-        bubble: seconds in which the slowest stage has nothing to compute.
-        step_seconds: of a step; as long as what its slowest rank sends, if that is longer.
-        sent: bytes that one rank sends in a step, at most, by what it sends them for, inside its machine and to others.
+    """A step over a mesh: ``order`` is one of ``ORDERS``, or "" without stages; ``tokens`` are those of all ranks; in
+    the ``bubble`` the slowest stage has nothing to compute; ``sent``: bytes that one rank sends at most, by what for,
+    inside its machine and to others.
     """
 
     sizes: MeshSizes

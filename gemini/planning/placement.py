@@ -274,11 +274,9 @@ def _sums(by_name: Mapping[Tier, Mapping[str, int]]) -> dict[Tier, int]:
 
 
 def fill_fastest(problem: Problem) -> Placement:
-    """Each plane in the fastest tier that still has room: weights first, then gradients, then optimizer states.
-
-    If everything fits the computing tier, nothing is kept free for gathering. On an accelerator a chunk's optimizer
-    states stand there together or not at all, because that decides where its update runs. Raises BudgetExceeded if it
-    does not fit.
+    """Each plane in the fastest tier that still has room: weights first, then gradients, then optimizer states (on an
+    accelerator those of a chunk together or not at all, because that decides where its update runs). If everything fits
+    the computing tier, nothing is kept free for gathering. Raises BudgetExceeded if it does not fit.
     """
     stages = (
         sum(sum(own.values()) for own in problem.sizes) + problem.activations + problem.beside

@@ -275,9 +275,7 @@ def spec_of(optimizer: Any) -> RuleSpec:
 
 
 def check_gradients(gradients: str, rule: RuleSpec) -> None:
-    """Refuse gradients that are kept in a way that the rule's states do not go with. Raises ValueError for sums in bf16
-    beside exact states.
-    """
+    """Refuse sums of gradients in bf16 beside exact states, with a ValueError."""
     if gradients == "accumulate_bf16" and rule.exact is None:
         raise ValueError(
             'gradients="accumulate_bf16" goes with states="compact"; beside exact states gradients are summed up in '

@@ -153,9 +153,7 @@ def first_that_fits(choose: Callable[[MemoryTrace, bool], Chosen], trace: Memory
 def budgets_of(
     budget: MemoryBudget | Mapping[Tier, int], hardware: Hardware | None, sharing: int = 1
 ) -> dict[Tier, int]:
-    """Bytes per tier for one of ``sharing`` ranks of a machine. Raises ValueError for a budget without a tier to hold
-    anything.
-    """
+    """Bytes per tier for one of ``sharing`` ranks of a machine. Raises ValueError for a budget that holds nothing."""
     found: dict[Tier, int] = {}
     for tier in Tier:
         if isinstance(budget, MemoryBudget):
@@ -250,9 +248,7 @@ def pose_problem(
 
 
 def _refuse_divided(layout: Layout, rule: RuleSpec) -> None:
-    """Refuse a rule of whole params where a trained one would be divided among ranks. Raises ValueError naming the
-    param.
-    """
+    """Raise ValueError for a rule of whole params where a trained one, which it names, would be divided among ranks."""
     if not rule.whole or layout.ranks == 1:
         return
     for chunk in layout.chunks:

@@ -82,11 +82,7 @@ RULES = {
 
 
 def rule_named(name: str) -> UpdateRule:
-    """The rule with its usual settings.
-
-    Raises:
-        ValueError: for a name that none has, with those that there are.
-    """
+    """The rule with its usual settings. Raises ValueError for a name that none has, with those that there are."""
     if name not in RULES:
         raise ValueError(f"no rule is called {name!r}: there are {', '.join(RULES)}")
     return getattr(import_module(RULES[name].module), RULES[name].rule)()  # type: ignore[no-any-return]

@@ -311,14 +311,7 @@ class Graph:
         """Per step, the task that its first moment computes in."""
 
     def add(
-        self,
-        hop: Hop,
-        step: int,
-        moment: int,
-        after: Iterable[int],
-        urgency: float = 0,
-        takes: int = 0,
-        gives: int = 0,
+        self, hop: Hop, step: int, moment: int, after: Iterable[int], urgency: float = 0, takes: int = 0, gives: int = 0
     ) -> int:
         self.tasks.append(Task(hop, step, moment))
         seconds, loads = hop.cost
@@ -445,9 +438,7 @@ def _pieces(work: Work, trained: list[int]) -> dict[int, tuple[Update, ...]]:
 
 
 class _Fetch(NamedTuple):
-    """Gathering ``chunk`` for its ``first_use``: room for it is there when moment ``room_after`` is computed. Moments
-    are counted through all steps; -1: from the beginning.
-    """
+    """Room for the chunk is there when moment ``room_after`` (of all steps; -1: from the beginning) is computed."""
 
     chunk: int
     first_use: int

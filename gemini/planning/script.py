@@ -38,9 +38,7 @@ class Reduce(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """The collectives of a step, of each kind in their order. What is gathered for a moment is asked for before
-    gradients are complete in it.
-    """
+    """The collectives of a step: what is gathered for a moment is asked for before gradients are complete in it."""
 
     gathers: tuple[Gather, ...]
     reductions: tuple[Reduce, ...]
@@ -52,9 +50,7 @@ class Script:
 
     @cached_property
     def gathers_before(self) -> tuple[int, ...]:
-        """In one order of both kinds: how many gathers come before each reduction. Those until its moment, and
-        :data:`AHEAD` further ones.
-        """
+        """How many gathers come before each reduction: those until its moment, and :data:`AHEAD` further ones."""
         until = [sum(gather.moment <= reduction.moment for gather in self.gathers) for reduction in self.reductions]
         return tuple(min(number + AHEAD, len(self.gathers)) for number in until)
 

@@ -41,10 +41,7 @@ TOLERANCE = 0.05
 
 
 def with_work(plan: Plan, scale: float) -> Plan:
-    """The plan of a step with ``scale`` times the tokens in each micro-batch, as far as its time goes.
-
-    Its memory is left as it is, so that the same plan can be played.
-    """
+    """``plan`` with ``scale`` times the tokens in each micro-batch, as far as time goes: its memory stays as it is."""
     moments = tuple(times(moment, scale) for moment in plan.trace.moments)
     return replace(plan, trace=replace(plan.trace, moments=moments, tokens=round(plan.trace.tokens * scale)))
 

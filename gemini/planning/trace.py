@@ -382,9 +382,7 @@ def scale_bytes(numel: int) -> int:
 
 
 def with_4bit_base(trace: MemoryTrace) -> MemoryTrace:
-    """The step with the weights of all layers that have adapters in 4 bits. Raises ValueError for a trace without such
-    layers.
-    """
+    """The step with the weights of all layers that have adapters in 4 bits. Raises ValueError if none has."""
     sizes = {
         i: param.numel
         for i, param in enumerate(trace.params)

@@ -36,9 +36,8 @@ def _move(source: Tier, target: Tier, num_bytes: int) -> Traffic:
 
 
 def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
-    """Gathering the weights of a chunk into its window once.
-
-    A window on a GPU holds the compute dtype: a wider master (fp16) is cast on the host and crosses narrow.
+    """Gathering the weights of a chunk into its window once. A window on a GPU holds the compute dtype: a wider master
+    (fp16) is cast on the host and crosses narrow.
     """
     home = homes[WEIGHTS]
     wide = problem.sizes[index][WEIGHTS]

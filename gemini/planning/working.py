@@ -42,9 +42,7 @@ WAITING_GRADIENTS = 3
 
 
 def tile_numel(largest_chunk: int, whole: int = 0) -> int:
-    """Elements per tile for a model whose largest chunk has that many; ``whole``: of the largest param that has to be
-    one tile.
-    """
+    """Elements per tile; ``whole``: of the largest param that has to be one tile."""
     return max(min(TILE, largest_chunk), whole)
 
 
@@ -100,9 +98,8 @@ def replica_scratch_bytes(ranks: int, scratch: int) -> int:
 
 
 def gradients_in_flight(layout: Layout, itemsize: int) -> int:
-    """Bytes of whole gradients that wait for the rest of their chunk, before they are divided among ranks.
-
-    The chunks of one block are open together, and one of the block before it may be.
+    """Bytes of whole gradients that wait for the rest of their chunk, before they are divided among ranks: the chunks
+    of one block are open together, and one of the block before it may be.
     """
     trained = [chunk for chunk in layout.chunks if chunk.trainable]
     largest = max((chunk.numel * chunk.grad_itemsize(itemsize) for chunk in trained), default=0)
@@ -147,10 +144,7 @@ def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
 
 
 def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
-    """What activations, workspaces and buffers take at once, with the stated margin.
-
-    ``offloaded``: the inputs of checkpointed blocks are elsewhere while they wait for backward.
-    """
+    """What activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin."""
     most = waiting = 0
     for moment in trace.moments:
         most = max(most, moment.peak_bytes - (waiting if offloaded else 0))

@@ -119,7 +119,7 @@ def test_padding_is_under_one_percent(name: str, ranks: int) -> None:
     assert layout.payload == NUM_PARAMS[name]
     check(layout, params, DEFAULT_MAX_CHUNK)
     assert physical_padding(layout) < 0.01
-    assert layout.padding < 0.01
+    assert layout.numel / layout.payload < 1.01
     assert len({chunk.numel for chunk in layout.chunks}) <= 6
 
 
@@ -128,7 +128,8 @@ def test_same_layers_give_the_same_chunks(name: str) -> None:
     layout = make_layout(specs_of(name), ranks=8)
     by_block: dict[str, list[tuple[tuple[int, ...], int]]] = {}
     for chunk in layout.chunks:
-        by_block.setdefault(block_of(chunk.slots[0].name), []).append((chunk.shape, chunk.numel))
+        shape = tuple(slot.numel for slot in chunk.slots)
+        by_block.setdefault(block_of(chunk.slots[0].name), []).append((shape, chunk.numel))
     layers = [forms for block, forms in by_block.items() if block]
     assert len(layers) >= 24
     assert all(forms == layers[0] for forms in layers)
@@ -164,7 +165,8 @@ def test_every_layout_keeps_its_promises(params: list[ParamSpec], ranks: int, ma
     assert layout == make_layout(list(params), ranks=ranks, max_chunk=max_chunk), "a pure function"
     forms: dict[str, list[tuple[int, ...]]] = {}
     for chunk in layout.chunks:
-        forms.setdefault(block_of(chunk.slots[0].name), []).append((*chunk.shape, chunk.numel, chunk.trainable))
+        shape = tuple(slot.numel for slot in chunk.slots)
+        forms.setdefault(block_of(chunk.slots[0].name), []).append((*shape, chunk.numel, chunk.trainable))
     assert len({tuple(form) for block, form in forms.items() if block}) <= 1, "same blocks, same chunks"
 
 
