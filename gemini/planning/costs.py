@@ -321,9 +321,7 @@ class Speeds:
 
     @classmethod
     def of(cls, hardware: Hardware, tiers: Mapping[Tier, int], *, sharing: int = 1) -> Speeds:
-        """The figures of a machine whose host and drives ``sharing`` ranks share. Raises MissingFigure for one that a
-        plan over ``tiers`` needs.
-        """
+        """Of a machine whose host and drives ``sharing`` ranks share. Raises MissingFigure for what ``tiers`` need."""
         usual, shares = cls.typical(), Efficiency()
 
         def figure(key: str, tier: Tier, otherwise: float) -> float:
@@ -345,9 +343,7 @@ class Speeds:
         return cls(moving, update_cpu, update_gpu, measured)
 
     def update(self, tier: Tier, rule: RuleSpec) -> float:
-        """Seconds per param of an update on ``tier``: Adam's, and of other rules as their bytes are to Adam's (and
-        their arithmetic, where that is more).
-        """
+        """Seconds per param of an update on ``tier``: Adam's, of other rules by their bytes, or arithmetic if more."""
         share = rule.touched / ADAM.touched
         return self.update_gpu * share if tier is Tier.GPU else self.update_cpu * share * rule.beyond_bytes
 

@@ -40,9 +40,7 @@ def read(data: Any, kind: type[T]) -> T:
 
 
 class Document:
-    """A value with a file form: its fields by name, unless a class says otherwise in ``_to_body`` and ``_from_body``.
-    The file says its kind, and the version of its form.
-    """
+    """A value with a file form: its fields by name, unless ``_to_body`` and ``_from_body`` say otherwise."""
 
     _kind: ClassVar[str]
     _version: ClassVar[int]

@@ -134,8 +134,8 @@ class _Choices:
         stays: bool = False,
         streamed: bool = False,
     ) -> HomeChoice:
-        """Put planes of ``kinds`` on ``tier``, with weights gathered ``times`` (``stays``: and kept between forward and
-        backward). ``excludes``: the planes that no other choice may place as well, if they are not just ``kinds``.
+        """Planes of ``kinds`` on ``tier``, weights gathered ``times`` (``stays``: kept between forward and backward).
+        ``excludes``: the planes that no other choice may place as well, if they are not just ``kinds``.
         """
         problem, sizes = self._problem, self._problem.sizes[index]
         after = self.seconds_with(index, dict.fromkeys(kinds, tier), times, streamed=streamed)

@@ -30,9 +30,8 @@ _INDEX = re.compile(r"^(?P<block>(?:.*?\.)?\d+)\.")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout needs to know of a param: its first name, its number of elements, whether it is trained, whether
-    it keeps exact states where others do not, whether its chunk holds nothing else, whether it is bytes of codes, and
-    whether it stays in fp32 where others do not.
+    """What the layout needs to know of a param; ``exact``: it keeps exact states where others do not; ``apart``: its
+    chunk holds nothing else; ``coded``: it is bytes of codes; ``fp32``: it stays in fp32 where others do not.
     """
 
     name: str
@@ -193,9 +192,8 @@ def make_layout(
 
 
 def _runs(params: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
-    """Stretches of one block; in each, the trained params and the frozen ones apart (LoRA declares them in turns), and
-    so those with exact states (norms stand between matrices), those that are codes, those in fp32, and each that is to
-    stand apart.
+    """Stretches of one block, and in each what :func:`make_layout` keeps apart: LoRA declares trained params and frozen
+    ones in turns, norms stand between matrices.
     """
     runs: list[list[ParamSpec]] = []
     for _, stretch in groupby(params, key=lambda spec: block_of(spec.name)):

@@ -275,9 +275,7 @@ def _costs(trace: MemoryTrace, hardware: Hardware, grid: Grid) -> Costs:
 def least_seconds(
     trace: MemoryTrace, hardware: Hardware, sizes: MeshSizes, micro_batches: int, *, per_machine: int
 ) -> float:
-    """What a step takes at least: what computing and the exchanges inside of it take, stages alike, and the bubble of
-    the order with the smaller one.
-    """
+    """What a step takes at least: computing and the exchanges inside of it, stages alike, and the smaller bubble."""
     grid, one = Grid(sizes, per_machine), 0.0
     costs = _costs(trace, hardware, grid)
     for moment in trace.moments:

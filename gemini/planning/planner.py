@@ -290,8 +290,7 @@ class Planner:
         offload_activations: str | None,
     ) -> Plan:
         """The plan that costs least; with "auto" of leaving checkpointed activations and keeping them on the host.
-
-        ``pose``: the problem with these activations there; None is where they were computed.
+        ``pose`` makes the problem with them there; None is where they were computed.
         """
         plans: list[Plan] = []
         refusal: BudgetExceeded | None = None

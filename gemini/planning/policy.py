@@ -58,9 +58,7 @@ class EvictionPolicy(Protocol):
 
 
 def victims_of(policy: EvictionPolicy, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
-    """Ask a policy, and check its answer. Raises GeminiError for victims that are no candidates or free too little, or
-    None where all would be enough.
-    """
+    """Ask a policy. Raises GeminiError for victims that are no candidates or too few, or None where all are enough."""
     victims: Any = policy.choose(candidates, missing)
     sizes, fault = {candidate.chunk: candidate.num_bytes for candidate in candidates}, ""
     if victims is None:

@@ -172,10 +172,8 @@ class Work:
         return hops
 
     def _landings(self, *, adding: bool) -> tuple[tuple[Landing, ...], ...]:
-        """Per moment: the gradients that are complete after it. A param whose gradient no moment names comes last.
-
-        Several ranks wait for all gradients of a chunk, and divide their sum; one rank lands each as it comes.
-        ``adding``: to those of an earlier micro-batch.
+        """Per moment the gradients that are complete after it; those that no moment names come last. Several ranks
+        wait for all of a chunk. ``adding``: to those of an earlier micro-batch.
         """
         trace, layout = self.plan.trace, self.plan.layout
         last = len(trace.moments) - 1

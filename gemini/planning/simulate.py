@@ -208,11 +208,8 @@ def simulate(
     )
     recorded_here = (plan.trace.target == "cpu") == (plan.problem.compute is Tier.CPU)
     work = Work(plan, costs, Grid(mesh, local_ranks), measured=recorded_here and plan.trace.seconds is not None)
-    if schedule == "serial":
-        graph = serial(work)
-    else:
-        clips = plan.problem.gradients != "transient" if clipping is None else clipping
-        graph = overlapped(work, clipping=clips)
+    clips = plan.problem.gradients != "transient" if clipping is None else clipping
+    graph = serial(work) if schedule == "serial" else overlapped(work, clipping=clips)
     title = f"{plan.trace.model} on {f'{ranks} x ' if ranks > 1 else ''}{hardware.name}, {schedule}"
     return timeline_of(graph, title=title, is_serial=schedule == "serial")
 

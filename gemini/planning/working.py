@@ -128,9 +128,7 @@ def waiting_activations(trace: MemoryTrace) -> int:
 
 
 def beside_bytes(target: str, compute: Tier) -> int:
-    """Of a GPU's budget what nothing managed can have, before a device is there to be asked: of a CUDA context the
-    most that it may turn out to take, kernels, and what the allocator rounds up.
-    """
+    """Of a GPU's budget what nothing managed can have, before a device is there to be asked: at most."""
     return CUDA_CONTEXT + CUDA_KERNELS + CUDA_WORKSPACES if target == "cuda" and compute is Tier.GPU else 0
 
 
