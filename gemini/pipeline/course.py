@@ -60,13 +60,45 @@ def course_of(
     model: nn.Module, batch: Mapping[str, Any], loss_from: Callable[[Any], torch.Tensor] | None = None
 ) -> Course:
     """Run ``model`` on ``batch``, without values. ``loss_from`` makes a loss of what forward returns. Raises ValueError
-    for a model whose blocks do not follow each other with nothing but hidden states between them.
+    for a model whose blocks do not follow each other with nothing but hidden states between them, GeminiError if it
+    cannot be copied.
     """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ValueError(
             f"{type(model).__name__} adds a loss of its routers (output_router_logits=True), to which every block "
             "contributes and which pipeline stages do not pass on. Set it to False"
         )
+    flow, blocks, readable, kept = _flow_of(model, batch, loss_from)
+    before, after = _around(type(model).__name__, flow.order, blocks)
+    fault = flow.fault or (kept is not None and f"{kept or 'it'} keeps something that a forward has made")
+    if fault:
+        raise ValueError(
+            f"in {type(model).__name__} {fault}, and pipeline stages pass on hidden states alone. Use dp or tp"
+        )
+    given = [flow.gives[block] for block in blocks]
+    num_given = tuple(len(gives) if isinstance(gives, tuple) else 0 for gives in given)
+    try:
+        twin = copy.deepcopy(model, on_meta(model))
+    except Exception as e:
+        raise GeminiError(f"{type(model).__name__} cannot be copied: {type(e).__name__}: {e}") from e
+    return Course(
+        twin,
+        blocks,
+        before,
+        after,
+        num_given,
+        width=(given[0][0] if num_given[0] else given[0]).shape[-1],
+        flops=(*(flow.flops[name] for name in blocks), sum(flow.flops[name] for name in after)),
+        is_random=flow.is_random,
+        reads_labels=flow.reads_early,
+        readable=readable,
+    )
+
+
+def _flow_of(
+    model: nn.Module, batch: Mapping[str, Any], loss_from: Callable[[Any], torch.Tensor] | None
+) -> tuple[Flow, tuple[str, ...], frozenset[str] | None, str | None]:
+    """Run a fake copy, and look on: the flow, the blocks, what is readable, and a module that keeps what was made."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with generators_kept(), nothing_collected(), mode:
         fake = fake_copy(model, mode).train()
@@ -94,39 +126,30 @@ def course_of(
         # Those of Python and numpy; torch's operations draw nothing without values.
         flow.is_random |= _numbers_to_come() != drawn
         changed = [name for name, marks in _kept_by(fake, blocks).items() if marks != kept.get(name)]
-    ran = [name for name in flow.order if name in blocks]
-    if ran != list(blocks):
+    return flow, blocks, readable, changed[0] if changed else None
+
+
+def _around(kind: str, order: list[str], blocks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The outermost modules that ran before the blocks, and after them. Raises ValueError for those in between."""
+    if [name for name in order if name in blocks] != list(blocks):
         raise ValueError(
-            f"{type(model).__name__} does not run each of its blocks {blocks[0]} to {blocks[-1]} once and in order, so "
-            "they cannot be divided into pipeline stages. Use dp or tp"
+            f"{kind} does not run each of its blocks {blocks[0]} to {blocks[-1]} once and in order, so they cannot be "
+            "divided into pipeline stages. Use dp or tp"
         )
     # Those that are in none of the others, once each, in the order they ran in.
-    ran_once = dict.fromkeys(name for name in flow.order if name not in blocks)
+    ran_once = dict.fromkeys(name for name in order if name not in blocks)
     outermost = [name for name in ran_once if not is_in(name, filter(None, ran_once))]
-    first, last = flow.order.index(blocks[0]), flow.order.index(blocks[-1])
-    before = tuple(name for name in outermost if flow.order.index(name) < first)
-    after = tuple(name for name in outermost if flow.order.index(name) > last)
+    first, last = order.index(blocks[0]), order.index(blocks[-1])
+    before = tuple(name for name in outermost if order.index(name) < first)
+    after = tuple(name for name in outermost if order.index(name) > last)
     between = [name for name in outermost if name not in before and name not in after]
-    again = [name for name in before if name in flow.order[last:]]
+    again = [name for name in before if name in order[last:]]
     if between or again:
         raise ValueError(
-            f"{type(model).__name__} runs {(between or again)[0]} between its blocks, or both before and after them, "
-            "so several stages would need it. Use dp or tp"
+            f"{kind} runs {(between or again)[0]} between its blocks, or both before and after them, so several stages "
+            "would need it. Use dp or tp"
         )
-    fault = flow.fault or (changed and f"{changed[0] or 'it'} keeps something that a forward has made")
-    if fault:
-        raise ValueError(
-            f"in {type(model).__name__} {fault}, and pipeline stages pass on hidden states alone. Use dp or tp"
-        )
-    given = [flow.gives[block] for block in blocks]
-    num_given = tuple(len(gives) if isinstance(gives, tuple) else 0 for gives in given)
-    width = (given[0][0] if num_given[0] else given[0]).shape[-1]
-    weights = (*(flow.flops[name] for name in blocks), sum(flow.flops[name] for name in after))
-    try:
-        twin = copy.deepcopy(model, on_meta(model))
-    except Exception as e:
-        raise GeminiError(f"{type(model).__name__} cannot be copied: {type(e).__name__}: {e}") from e
-    return Course(twin, blocks, before, after, num_given, width, weights, flow.is_random, flow.reads_early, readable)
+    return before, after
 
 
 def _numbers_to_come() -> Any:

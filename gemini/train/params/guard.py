@@ -418,8 +418,8 @@ def _read_copies(
 
     A copy is a tensor of its own, so an update that begins meanwhile on a worker changes nothing of it.
 
-    ``shown``: what stands in the place of which argument (by ``id``). What is written to a copy is written to what it
-    is of. What shares memory with the copy would, in torch, share it with the original: it becomes a read put off.
+    ``shown``: what stands in the place of which argument (by ``id``). ``call`` runs ``func``. What is written to a copy
+    is written to what it is of.
     """
     first = next(iter(shown.values())).of
     name = getattr(func, "__name__", str(func))
@@ -449,11 +449,19 @@ def _read_copies(
     # After the operation as a whole: one that raised has written nothing to a master.
     for of, copy in written.items():
         of.write(copy)
-    # Results that share memory with a copy would share it with the original in torch: they become reads put off.
+    if name in ("numpy", "__array__"):
+        result.setflags(write=False)  # values of now: what is written to them would be lost
+    return _put_off(result, copies, given if written else {}, name, what)
+
+
+def _put_off(result: Any, copies: dict[Any, torch.Tensor], given: dict[int, torch.Tensor], name: str, what: str) -> Any:
+    """A result whose tensors share memory with copies: they would share it with the originals in torch, so they become
+    reads put off. ``given``: what was written to, and is returned as it was given.
+    """
     storages = {copy.untyped_storage()._cdata: of for of, copy in copies.items()}
     views: dict[int, torch.Tensor] = {}
     for tensor in iter_tensors(result):
-        if written and id(tensor) in given:  # what was written to
+        if id(tensor) in given:
             views[id(tensor)] = given[id(tensor)]
             continue
         of = storages.get(unwrapped(tensor).untyped_storage()._cdata)
@@ -464,8 +472,6 @@ def _read_copies(
         if unwrapped(tensor) is not tensor or tensor.is_conj() or tensor.is_neg():
             of.refuse(f"a view ({what})", write=False)
         views[id(tensor)] = ReadLater.make(of, copies[of], View.from_tensor(tensor, copies[of]))
-    if name in ("numpy", "__array__"):
-        result.setflags(write=False)  # values of now: what is written to them would be lost
     return substituted(result, views) if views else result
 
 
