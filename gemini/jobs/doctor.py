@@ -86,6 +86,7 @@ def _versions() -> Iterator[str]:
     others = {*importlib.metadata.packages_distributions().get("gemini", [])} - {"gemini-offload"}
     if others:
         yield f"ANOTHER PACKAGE IS CALLED gemini TOO, of {', '.join(sorted(others))}: each overwrites the other's files"
+        yield f"  pip uninstall {' '.join(sorted(others))}, then install Gemini again"
 
 
 def _version(name: str) -> str:

@@ -46,14 +46,7 @@ from gemini.tiers import Tier
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
-_SUFFIXES = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".csv": "csv",
-}
+_KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
 def is_text(name: str | None) -> bool:
@@ -62,8 +55,8 @@ def is_text(name: str | None) -> bool:
     """
     path = Path(name or "")
     if name and path.is_dir():
-        return any(path.rglob("*.txt")) and not any(p.suffix.lower() in _SUFFIXES for p in path.rglob("*"))
-    return _is_of_files(path) and path.suffix.lower() not in _SUFFIXES
+        return any(path.rglob("*.txt")) and not any(p.suffix.lower() in _KINDS for p in path.rglob("*"))
+    return _is_of_files(path) and path.suffix.lower() not in _KINDS
 
 
 def _is_of_files(path: Path) -> bool:
@@ -101,7 +94,7 @@ def _open(name: str, script: Any) -> Any:
     if is_text(name):
         how["sample_by"] = "document"
     if _is_of_files(path):
-        return datasets.load_dataset(_SUFFIXES.get(path.suffix.lower(), "text"), data_files=name, **how)
+        return datasets.load_dataset(_KINDS.get(path.suffix.lower(), "text"), data_files=name, **how)
     if path.is_dir() and {"dataset_info.json", "dataset_dict.json"} & {p.name for p in path.iterdir()}:
         return datasets.load_from_disk(name)
     if not path.exists() and (path.suffix or name.count("/") > 1):
