@@ -80,9 +80,11 @@ class Plain:
 
     def backward(self, loss: torch.Tensor, share: float = 1.0, **kwargs: Any) -> None:
         """``share``: what the loss counts."""
-        grad = torch.tensor((self.scale or 1.0) * share, dtype=loss.dtype, device=loss.device)
         # A scaler multiplies what the program has divided: of a loss in fp16 its scale alone may overflow.
-        scale = torch.full_like(grad, self.scale or 1.0)
+        of_all = ((self.scale or 1.0) * share, self.scale or 1.0)
+        grad, scale = torch.tensor(of_all, dtype=torch.float64, device=loss.device).to(
+            loss.dtype
+        )  # CUDA refuses to fill a half with inf
         loss.backward(grad if scale.isfinite() else scale, **kwargs)
         self.collect()
 

@@ -258,6 +258,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if shape is not None:
         return 2 * math.prod(shape)
     packet: Any = getattr(func, "_overloadpacket", None)
+    if "_scaled_dot_product" in str(packet):
+        args = _with_all_heads(func, args)
     ours = _OURS.get(packet)
     if ours is not None:
         return ours(args)
@@ -291,12 +293,26 @@ def attention_of(func: Any, args: Any, kwargs: Any, flops: int) -> AttentionWork
     return AttentionWork(flops, backward=done) if "grad_out" in names[0] else AttentionWork(flops, forward=done)
 
 
+def _with_all_heads(func: Any, args: Any) -> list[Any]:
+    """Arguments of an attention with the shapes of its tensors (batch, heads, length, width): keys and values have the
+    heads of the query. Formulas of torch before 2.12 refuse a query of more heads (grouped attention).
+    """
+    at = [argument.name for argument in func._schema.arguments].index("query")
+    query, *others = (tensor.shape for tensor in args[at : at + 3])
+    return [
+        *(getattr(a, "shape", a) for a in args[:at]),
+        query,
+        *((b, query[1], *to) for b, _, *to in others),
+        *args[at + 3 :],
+    ]
+
+
 def _attention(args: Any) -> int:
-    return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+    return sdpa_flop_count(*args[:3])
 
 
 def _attention_backward(args: Any) -> int:
-    return sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+    return sdpa_backward_flop_count(*args[:4])
 
 
 def _grouped(args: Any) -> int:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import flop_counter
 from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
+from gemini.tracing import meter
 from tests.models import FAMILIES, VOCAB, make_model
 
 KINDS = (False, "non-reentrant", "reentrant")
@@ -260,3 +262,31 @@ def test_on_cuda_attention_with_dropout_makes_no_scores() -> None:
     import torch.nn.functional as now
 
     assert now.dropout is functional.dropout and now.dropout.__module__ == "torch.nn.functional"
+
+
+@pytest.mark.parametrize(
+    "name", ["flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention"]
+)
+def test_grouped_attention_is_counted_by_the_heads_of_the_query(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formulas of torch before 2.12 know no query with more heads than the keys."""
+    query, key, whole = (torch.empty(2, heads, 5, 8, device="meta") for heads in (6, 2, 6))
+    grad = torch.empty_like(query)
+    real, backward = meter.sdpa_flop_count, meter.sdpa_backward_flop_count
+
+    def strict(q: Any, k: Any, v: Any) -> int:
+        assert q[:2] == k[:2] == v[:2]
+        return real(q, k, v)
+
+    def strict_backward(g: Any, q: Any, k: Any, v: Any) -> int:
+        assert q[:2] == k[:2] == v[:2]
+        return backward(g, q, k, v)
+
+    for at in (meter, flop_counter):
+        monkeypatch.setattr(at, "sdpa_flop_count", strict)
+        monkeypatch.setattr(at, "sdpa_backward_flop_count", strict_backward)
+    forward_op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    backward_op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_backward").default
+    flops = meter.flops_of(forward_op, (query, key, key), {}, None)
+    assert flops == meter.flops_of(forward_op, (query, whole, whole), {}, None) == 2 * 2 * 2 * 6 * 5 * 5 * 8
+    lasting = meter.flops_of(backward_op, (grad, query, key, key), {}, None)
+    assert lasting == meter.flops_of(backward_op, (grad, query, whole, whole), {}, None) > flops

@@ -42,7 +42,9 @@ def enable(model: Any, *, reentrant: bool = False) -> None:
 def held(model: Any) -> dict[str, int]:
     world_of(model).activations.trim()
     ledger = world_of(model).ledger
-    return {tier.value: n for tier in ledger.tiers if (n := ledger.held(tier, "activations"))}
+    # Not on the GPU: there the first step sets more aside, if torch's allocator took more than was foretold.
+    below = [tier for tier in ledger.tiers if tier is not Tier.GPU]
+    return {tier.value: n for tier in below if (n := ledger.held(tier, "activations"))}
 
 
 def test_buffers_of_host_memory_stay_for_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
