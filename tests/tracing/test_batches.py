@@ -83,8 +83,8 @@ def test_what_cannot_be_guessed_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("batch", [(torch.zeros(1, 4),), [torch.zeros(1, 4)], torch.zeros(1, 4)])
-def test_a_batch_without_names_is_refused_with_those_of_forward(batch: Any) -> None:
-    with pytest.raises(ValueError, match=r'such as \{"input": ...\}; got a (tuple|list|Tensor)'):
+def test_a_batch_without_names_is_refused(batch: Any) -> None:
+    with pytest.raises(ValueError, match=r"got a (tuple|list|Tensor)"):
         gemini.trace(torch.nn.Linear(4, 4), batch)
 
 

@@ -1,6 +1,6 @@
-"""What becomes of the gradients of a model: kept in grad planes until the step; with ``step_in_backward`` used when all
-of their chunk are there, in the backward that is the last of its step; with ``gradients="transient"`` used from where
-autograd left them. Ranks that share params divide them first (:mod:`gemini.train.sharding.reduction`).
+"""What becomes of the gradients of a model. They are kept in grad planes until the step; with ``step_in_backward`` used
+when all of their chunk are there, in the backward that is the last of its step; with ``gradients="transient"`` used
+from where autograd left them. Ranks that share params divide them first (:mod:`gemini.train.sharding.reduction`).
 """
 
 from __future__ import annotations
