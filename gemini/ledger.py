@@ -298,9 +298,7 @@ class Ledger:
     def reserve(
         self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn] = NEEDED, *, what: str = ""
     ) -> None:
-        """Take bytes for ``holder``, before they are allocated; those whose turn it may be make room. BudgetExceeded if
-        they do not fit; nothing was taken.
-        """
+        """Take bytes before they are allocated; others may make room. After BudgetExceeded nothing was taken."""
         if not self.take(tier, num_bytes, holder):
             want = Want(self, tier, num_bytes, holder, self._asked(tier, asking), what)
             if not self.obtain(want):

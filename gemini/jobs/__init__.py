@@ -1,7 +1,6 @@
-"""The jobs behind the command line: trace, plan, simulate, train, demo and doctor, from HF configs and text files; and
-what they say when they cannot do what was asked: one paragraph for a person, no traceback, an exit code.
-
-The modules are imported by ``gemini.cli`` when a command needs them, for torch and transformers take seconds to load.
+"""The jobs behind the command line, from HF configs and text files, and what they say when they cannot do what was
+asked: one paragraph for a person, no traceback, an exit code. ``gemini.cli`` imports a job when a command needs it, for
+torch takes seconds to load.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ class JobError(GeminiError):
 
 @contextmanager
 def refusing(asked: str, hint: str = "") -> Iterator[None]:
-    """Turn what another library trips over in the block, which comes from the files and options that it was given, into
-    a ``JobError`` naming what was asked and its first cause, with a ``hint`` behind it.
-
-    Wrap only code whose errors are about the user's values, never the training itself: a bug must keep its traceback.
+    """Turn what another library trips over in the block into a ``JobError`` with its first cause and ``hint``. Wrap
+    only code whose errors are about the user's values, never the training itself: a bug must keep its traceback.
     """
     try:
         yield

@@ -1,9 +1,7 @@
-"""What this machine offers Gemini: versions, processors, native kernels, memory, a folder for the NVMe tier, speeds; or
-what is in a durable store: who uses it, what would be resumed from it, and what is broken.
-
-Every line is asked of the machine when the command runs; what cannot be asked is said to be unknown, never guessed.
-Nothing is written to a store, and no lock is kept: a run may use it meanwhile. What it overwrites while it is read here
-is no damage, since its records then name a newer commit.
+"""What this machine offers Gemini, or what is in a durable store. Every line is asked of the machine when the command
+runs; what cannot be asked is said to be unknown, never guessed. Nothing is written to a store, and no lock is kept: a
+run may use it meanwhile. What it overwrites while it is read here is no damage, since its records then name a newer
+commit.
 """
 
 from __future__ import annotations
@@ -44,10 +42,7 @@ _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsan
 
 
 def doctor(asked: DoctorSettings, console: Console) -> int:
-    """Print the findings as they are made; returns the exit code, 1 if the NVMe folder or the store cannot be used.
-
-    With a store they are of that alone. Where it is asked to measure, the machine's figures follow.
-    """
+    """Print the findings as they are made; returns the exit code, 1 if the NVMe folder or the store cannot be used."""
     if not launch.speaks():
         return 0
 
@@ -139,9 +134,7 @@ def _nvme(path: Path) -> Iterator[str]:
 
 
 def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
-    """A figure as soon as it is measured, with where it comes from; then what a reader should know of them. They are
-    written to ``--json``.
-    """
+    """Each figure with its source as soon as it is measured, then what readers should know; writes ``--json``."""
     load, nvme_path, today = os.getloadavg()[0], next(iter(asked.nvme_path), None), datetime.date.today()
     width_of_keys = max(map(len, FIGURES))
     figures: dict[str, Figure] = {}

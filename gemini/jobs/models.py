@@ -1,9 +1,6 @@
-"""The model to train, from a preset, a Hugging Face config file, a model folder or a name that transformers finds:
-first its config, then its weights.
-
-Reading the config is quick and tells all that must be checked against the rows; building takes the memory. A config
-file alone is a model of bytes. A folder has a tokenizer, whose ids the model may have learned: bytes have to be asked
-for (``--bytes``).
+"""The model to train, from a preset, a Hugging Face config file, a model folder or a name: first its config, which is
+quick to read and tells all that must be checked against the rows, then its weights. A config file alone is a model of
+bytes. A folder has a tokenizer, whose ids the model may have learned: bytes have to be asked for (``--bytes``).
 """
 
 from __future__ import annotations
@@ -32,10 +29,7 @@ class ModelSource(NamedTuple):
 
 
 def find_model(name: str, *, as_bytes: bool = False, trust: bool = False, revision: str = "main") -> ModelSource:
-    """The model of a preset, a config file, a model folder, or a name that transformers finds.
-
-    ``as_bytes``: whatever tokenizer there is, tokens are to be bytes. ``trust``: code that comes with it is run.
-    """
+    """The model of that name. ``as_bytes``: tokens are bytes, even if there is a tokenizer; ``trust``: run its code."""
     asked, path = f"--model_name_or_path {name}", Path(name)
     source = find_config(name, asked=asked, trust=trust, revision=revision)
     if path.is_file() or (name == _PRESET and not path.exists()):

@@ -1,8 +1,6 @@
-"""What a training job has beside its trainer: the rows that it trains on, the folder of its checkpoints, the lines of
-what is logged, and the wish to stop.
-
-Checkpoints (``OUT/checkpoint-500``) are ordinary ones of a Trainer with Gemini's states inside. A folder under its
-final name is a whole one: :mod:`gemini.integrations.huggingface` writes under another name and renames.
+"""What a training job has beside its trainer: its rows, its checkpoints, its log, and the wish to stop. Checkpoints
+(``OUT/checkpoint-500``) are ordinary ones of a Trainer with Gemini's states inside. A folder under its final name is
+whole: :mod:`gemini.integrations.huggingface` writes under another name and renames.
 """
 
 from __future__ import annotations
@@ -50,9 +48,7 @@ _KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "par
 
 
 def is_text(name: str | None) -> bool:
-    """Whether a name on the command line stands for plain text: a file or a pattern of none of the kinds of rows, or a
-    folder of ``.txt`` files.
-    """
+    """Whether a name means plain text: a file or pattern of no kind of rows, or a folder of ``.txt`` files."""
     path = Path(name or "")
     if name and path.is_dir():
         return any(path.rglob("*.txt")) and not any(p.suffix.lower() in _KINDS for p in path.rglob("*"))
@@ -64,9 +60,7 @@ def _is_of_files(path: Path) -> bool:
 
 
 def open_data(script: Any, mixture: Any, args: Any) -> tuple[Any, Any]:
-    """What is trained on, and what is evaluated on (None if nothing is). ``--test_split_size`` makes a test split of
-    whatever has none, drawn from the seed.
-    """
+    """The rows to train on, and those to evaluate on or None; ``--test_split_size`` splits what has no test split."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
     name, size = script.dataset_name, mixture.test_split_size
@@ -109,10 +103,8 @@ def words_of(rows: Any) -> str:
 
 
 class CountsRows:
-    """Put before a trainer of TRL's that makes tokens of rows beforehand: says what it cuts and leaves out.
-
-    Attributes:
-        told: a line for each dataset.
+    """Put before a trainer of TRL's that tokenizes rows beforehand: ``told`` says of each dataset what is cut or left
+    out.
     """
 
     told: tuple[str, ...] = ()
@@ -158,12 +150,9 @@ def lengths_of(rows: Any) -> list[int]:
 
 
 def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path | None:
-    """The checkpoint to start from, or None to start anew; a JobError if the one named is not there, or starting anew
-    would mix with what is in ``out`` or ``store``.
-
-    Args:
-        resume: its folder; "auto" or "True" for the newest one, of which the latter must be there.
-        store: the folder of the run's durable store.
+    """The checkpoint to start from, or None to start anew. ``resume`` names its folder; "auto" and "True" are the
+    newest one, which for "True" must be there. Raises JobError if the one named is not there, or starting anew would
+    mix with what is in ``out`` or in the durable store ``store``.
     """
     is_newest = resume in ("auto", "True", "true")
     kept = None if store is None or not has_commit(store) else committed(store)
@@ -222,11 +211,8 @@ def claimed(out: Path) -> Iterator[None]:
 
 
 class Position(TrainerCallback, ExportableState):
-    """Writes into each checkpoint (``trainer_state.json``) of which rows it is, and refuses to go on from another run's
-    before the first step. A checkpoint that says nothing is taken.
-
-    Attributes:
-        begun_at: the steps that were done when the run began; None before.
+    """Writes into each checkpoint (``trainer_state.json``) of which rows it is, and refuses another run's before the
+    first step; one that says nothing is taken. ``begun_at``: the steps done when the run began, or None.
     """
 
     def __init__(self, identity: dict[str, Any]) -> None:

@@ -104,9 +104,7 @@ def _alternative(options: str, fits: bool | None, tokens_per_second: float | Non
 
 
 def _others(way: Way, *, fits: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    """Options that were not taken, and what they do to what is computed; those first that change nothing or little of
-    it. Some are of use only where the step does not fit.
-    """
+    """Options that were not taken, and what they do to what is computed; those first that change nothing or little."""
     settings, on_gpu, trace = way.settings, way.machine.compute is Tier.GPU, way.trace()
     here, no_lora, sequences = settings.trace is None, settings.lora is None, settings.batch_size or 1
     small = {"batch_size": 1, "accumulate": sequences * settings.accumulate}
@@ -129,9 +127,7 @@ def _others(way: Way, *, fits: bool) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _alternatives(way: Way, fits: bool, timeline: Timeline | None) -> Iterator[Report]:
-    """The step as asked; with checkpointing; then every other change, beside that where the step does not fit. With
-    --alternatives each is planned as the step is, else it is only known whether there is a placement.
-    """
+    """The step as asked, then with changes; with --alternatives each is planned, else only asked whether it fits."""
     beside: dict[str, Any] = {}
     yield _alternative("as asked", fits, None if timeline is None else timeline.tokens_per_second)
     for changes, result in _others(way, fits=fits):
@@ -153,9 +149,8 @@ MOST_PLAYED = 8  # meshes at most: those whose steps take least by their computi
 
 
 def _plan_over_mesh(way: Way, status: Status) -> Answer:
-    """The step over the mesh that was asked for, or over the best one: of those on which it fits, the one whose step is
-    the shortest. They are played in the order of what their steps take at least, until no other one can be among the
-    best, or ``MOST_PLAYED`` are.
+    """The step over the mesh that was asked for, or over the one with the shortest step. Meshes are played in the order
+    of what their steps take at least, until no other one can be among the best, or ``MOST_PLAYED`` are.
     """
     settings, machine = way.settings, way.machine
     if machine.hardware is None:

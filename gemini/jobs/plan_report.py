@@ -1,7 +1,4 @@
-"""What ``gemini plan`` answers, as one value: plain data that ``--json`` writes, and the screen of 80 columns reads.
-
-What each of its fields is, the reference of the command line says (docs/reference/cli.md).
-"""
+"""What ``gemini plan`` answers: plain data for ``--json`` and the screen; docs/reference/cli.md explains its fields."""
 
 from __future__ import annotations
 
@@ -38,11 +35,8 @@ def describe(
     refusal: BudgetExceeded | None = None,
     best: MeshOutcome | None = None,
 ) -> Report:
-    """Say what was asked and found: a plan, with its time if the speeds of the machine are known, or a refusal.
-
-    Args:
-        trace: one micro-batch on one rank; over a mesh on one of the slowest stage, and so are plan and timeline.
-        best: the step over a mesh.
+    """The answer: a plan, with its time if the machine's speeds are known, or a refusal. ``trace`` is one micro-batch
+    on one rank; over a mesh (``best``) on one of the slowest stage, and so are plan and timeline.
     """
     problem = problem_of(settings, machine, trace) if plan is None else plan.problem
     ranks, accumulate = problem.layout.ranks, settings.accumulate if plan is None else plan.accumulate

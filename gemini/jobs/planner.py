@@ -1,8 +1,6 @@
 """What ``gemini plan`` asks of the rooms of planning: a machine; steps traced, placed and played; and ``--fastest``,
-the quickest step of so many tokens, by branch and bound.
-
-Every way to make a step is known from two traces of it. Those that fit are planned and played in the order of what they
-take at least, until none that is left can be quicker.
+the quickest step of so many tokens, by branch and bound: two traces give every way to make a step, and those that fit
+are played in the order of what they take at least, until none that is left can be quicker.
 """
 
 from __future__ import annotations
@@ -57,9 +55,7 @@ class Machine(NamedTuple):
 
 
 def machine_of(settings: PlanSettings) -> Machine:
-    """Budgets as given, else the share of the machine's capacities that the runtime takes of what is free; a JobError
-    if there is nothing to plan for, or no such machine.
-    """
+    """Budgets as given, else the runtime's share of the machine's capacities; a JobError if there is neither."""
     hardware = None if settings.machine is None else load_hardware(settings.machine)
     budgets: dict[Tier, int] = {}
     origins: dict[Tier, str] = {}
@@ -193,9 +189,7 @@ class Way:
         return self.changed(tile_tokens=None).trace() if self.may_tile else self.trace()
 
     def least(self) -> float:
-        """What the step takes at least, computing alone: seconds, or micro-batches where no speeds are known. Tiles
-        compute more than that.
-        """
+        """What the step takes at least, computing alone without tiles: seconds, or micro-batches without speeds."""
         machine, micro_batches = self.machine, self.settings.accumulate
         if machine.hardware is None:
             return float(micro_batches)
@@ -204,9 +198,7 @@ class Way:
 
 
 class Traces:
-    """What was traced and read for one answer. ``of_two``: steps of many sequences are made of those of few, and steps
-    of many layers, where these are alike.
-    """
+    """What was traced and read for one answer. ``of_two``: steps of many sequences or alike layers come of few."""
 
     def __init__(self, *, of_two: bool = False) -> None:
         self._take, self._num_alike = cache(take_trace), cache(_num_alike)
@@ -265,9 +257,7 @@ class Found(NamedTuple):
 
 
 def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
-    """The quickest way to make the step that was asked for; what was played, the quickest first, and of how many that
-    fit. If none fits, the way that needs least.
-    """
+    """The quickest way (if none fits, the one that needs least), what was played, quickest first, and how many fit."""
     sequences = _sequences(way)
     way = Way(way.settings, Traces(of_two=True))
     candidates = sorted(((other.least(), other) for other in _ways(way, sequences)), key=lambda pair: pair[0])

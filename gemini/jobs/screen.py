@@ -91,9 +91,7 @@ def answer(
     timeline: Timeline | None = None,
     hint: str = "",
 ) -> None:
-    """End a command of planning: print its answer as lines or as ``json``, write ``value`` to ``--out`` and a picture
-    of ``timeline`` to each ``--picture``, and say what was written, with a ``hint`` at what to do with it.
-    """
+    """End a command of planning: print its answer, write ``--out`` and each ``--picture``, and say what was written."""
     if settings.json:
         print(json)
     else:
@@ -123,9 +121,7 @@ def in_options(remedy: str, drive: str) -> str:
 
 
 def budget_lines(*ranks: dict[str, tuple[int, int]]) -> tuple[list[str], bool]:
-    """For each tier whether its peak stayed within its budget on all ``ranks`` (of each, by tier, both in bytes); and
-    whether all did.
-    """
+    """For each tier whether its peak stayed within its budget (both in bytes) on all ``ranks``; and whether all did."""
     lines, all_within = [], True
     for tier in ranks[0]:
         # Where all kept to it, the one that came closest; else the one that went furthest over.

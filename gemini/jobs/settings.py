@@ -1,7 +1,5 @@
-"""What each command was asked to do: a frozen record, whose fields are the options of its command line.
-
-A field says its help, the heading it stands under and how argparse reads it; ``check`` says which options do not go
-together. No torch is imported here: a refusal takes no seconds.
+"""What each command was asked to do: a frozen record whose fields are its options, each with its help, its heading and
+how argparse reads it; ``check`` says which do not go together. No torch is imported here: a refusal takes no seconds.
 """
 
 from __future__ import annotations
@@ -131,12 +129,8 @@ class RecordParser(Refusing):
 
 
 def opt(group: str | None, words: str, default: Any = None, **how: Any) -> Any:
-    """A field.
-
-    Args:
-        group: the heading that it stands under; None: that of all commands.
-        words: its help.
-        how: ``least``, the smallest number it may be, and what argparse calls by the same name.
+    """A field with its help ``words``, under the heading ``group`` (None: that of all commands). ``how``: ``least``,
+    the smallest number it may be, and what argparse calls by the same name.
     """
     return field(default=default, metadata={"words": words, "group": group, **how})
 

@@ -1,6 +1,4 @@
-"""``gemini trace``: a step of a model from its config, ahead of time, and the table of what in it is large; ``gemini
-simulate``: a saved plan, played on a machine; ``gemini machines``: those that come with Gemini.
-"""
+"""``gemini trace``: a model's step ahead of time; ``simulate``: a saved plan played; ``machines``: their names."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from gemini.tiers import Tier
 
 
 def take_trace(settings: TraceSettings) -> MemoryTrace:
-    """The step that ``settings`` describes; a JobError if there is no such model, or it cannot be built with these
-    options.
-    """
+    """The step that ``settings`` describes; a JobError if there is no such model, or these options cannot build it."""
     assert settings.config is not None
     settings.check()  # of a plan: only now it is known for what it is traced
     # The imports of seconds: a command line that is refused before does not pay for them.

@@ -95,11 +95,8 @@ def train(kind: str, words: Sequence[str], console: Console) -> int:
 
 
 class Run:
-    """A model under Gemini in a trainer, with its data, ready for the next step.
-
-    Raises:
-        JobError: if the options, the model or the data cannot be trained on.
-        gemini.GeminiError: if the model cannot fit the budgets, or the NVMe folder or a checkpoint is unusable.
+    """A model under Gemini in a trainer, with its data, ready for the next step. Raises JobError if options, model or
+    data cannot be trained on, GeminiError if the model does not fit, or the NVMe folder or a checkpoint is unusable.
     """
 
     def __init__(
@@ -283,9 +280,7 @@ def _check_model(source: ModelSource, options: Options) -> None:
 
 
 def outline_of(source: ModelSource, options: Options) -> tuple[Any, list[str]]:
-    """The model without values, from its config or what its files say they hold (with its linear layers in 4 bits: with
-    values), and the params that these files lack.
-    """
+    """The model without values (with layers in 4 bits: with values), and the params that its files do not have."""
     args, asked = options.args, options.model
     auto: Any = transformers.AutoModelForCausalLM
     if options.kind == "reward":

@@ -1,7 +1,4 @@
-"""What the kernels take: the arrays of an update, segments of them, and flat tensors in general, all checked here.
-
-Native code gets addresses and lengths and can check nothing: whatever is wrong has to be found before it is called.
-"""
+"""What the kernels take, checked here: native code gets addresses and lengths and can check nothing itself."""
 
 from __future__ import annotations
 
@@ -33,10 +30,8 @@ class Where(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Where the elements of an update are: flat, equally long (a plane by blocks has an item for each), on one device.
-
-    ``weights`` and ``residual`` are a master, whole (then ``residual`` is None) or split; ``states`` has the planes of
-    the rule by name, and its factors.
+    """The elements of an update: flat, equally long (a plane by blocks has an item for each), on one device.
+    ``weights`` and ``residual`` are a master, whole (then ``residual`` is None) or split; ``states``: planes, factors.
     """
 
     weights: Tensor
@@ -117,9 +112,7 @@ def check_update(
 
 
 def check(op: str, args: Sequence[Arg], numel: int | None = None, device: torch.device | None = None) -> list[int]:
-    """Addresses of the tensors, which are flat, of the accepted dtypes, and as long as the first and where it is, or of
-    ``numel`` elements on ``device``. Raises ValueError, saying what was given and what is taken.
-    """
+    """Addresses of flat tensors of accepted dtypes, on one device and of one length (``numel``); else ValueError."""
     n = args[0][1].numel() if numel is None else numel
     device = args[0][1].device if device is None else device
     addresses = []

@@ -1,7 +1,4 @@
-"""The native library, if there is one, and reads and writes between memory and files on its threads, or on Python's.
-
-The only module that loads gemini._C. For gemini.kernels, of whose face the I/O is a part.
-"""
+"""The only module that loads gemini._C: the native library, if there is one, and I/O on its threads or Python's."""
 
 from __future__ import annotations
 

@@ -48,10 +48,8 @@ Figures = Iterator[tuple[str, Figure]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured on. The defaults take some seconds on two cores; tests take less.
-
-    Products are said by rows, inner size and columns. What is streamed through and updated on the host is at least four
-    times the caches, if the memory has that.
+    """How much is measured on: by default for some seconds on two cores. Products are said by rows, inner size and
+    columns. What is streamed and updated on the host is at least four times the caches, if the memory has that.
     """
 
     product: tuple[int, int, int] = (512, 1024, 4096)  # tokens, hidden, and intermediate size
@@ -66,10 +64,8 @@ class Sizes:
 
 
 def measure(nvme_path: Path | None = None, sizes: Sizes | None = None) -> Figures:
-    """Every figure that this machine has, one after the other as they are measured.
-
-    Raises:
-        StorageError: if ``nvme_path`` cannot hold a spill file. Nothing stays behind in it, whatever ends this.
+    """Every figure that this machine has, as it is measured. Raises StorageError if ``nvme_path`` cannot hold a spill
+    file; nothing stays behind in it, whatever ends this.
     """
     sizes = sizes or Sizes()
     yield from measure_host(sizes)
@@ -126,9 +122,8 @@ def _small_ops(small: torch.Tensor, count: int) -> None:
 
 
 def _dram(sizes: Sizes, num_threads: int, cores: int) -> tuple[str, Figure]:
-    """In place, so that what is counted is what crosses the bus: for a copy the processor reads the target as well.
-
-    By all cores, whatever threads torch has: what one of them can draw is not what there is.
+    """In place, so that what is counted is what crosses the bus: for a copy the processor reads the target as well. By
+    all cores, whatever threads torch has: one of them cannot draw all that there is.
     """
     num_bytes = _beyond_caches(sizes.stream_bytes)
     parts = host_bytes(num_bytes).view(torch.float32).fill_(1.0).tensor_split(max(cores // num_threads, 1))
@@ -172,9 +167,8 @@ def _adam(
 
 
 def _contention(product: Callable[[], object], update: Callable[[], None], num_threads: int, sizes: Sizes) -> Figure:
-    """Products on torch's threads and updates on the others: how many times as long both take as each alone.
-
-    Where both are at work they share caches, memory, and what the processor's cores share.
+    """How many times as long products on torch's threads and updates on the others take together as each alone: they
+    share caches, memory, and what the processor's cores share.
     """
 
     def rate(work: Callable[[], object], seconds: float) -> float:
@@ -241,11 +235,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def measure_nvme(directory: Path, sizes: Sizes) -> Figures:
-    """Room, reading and writing, one request at a time as an update makes them.
-
-    Raises:
-        StorageError: if there is no room for a spill file, or it cannot be made.
-    """
+    """Room, reads and writes of a spill file, as updates make them; StorageError if none can be made."""
     free = free_bytes(directory) if directory.is_dir() else 0
     tile = min(TILE, _whole_pages(sizes.spill_bytes // sum(_STATE_BYTES)))
     per_tile = tile * sum(_STATE_BYTES)
@@ -328,9 +318,7 @@ def _each(transfer: Callable[[torch.Tensor, int], None], planes: list[tuple[torc
 
 
 def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
-    """Memory, matrix products, its own memory's bandwidth, Adam, a launch, copies from and to pinned host memory, each
-    alone and both at once.
-    """
+    """Memory, bandwidth, products, Adam, a launch, and copies of pinned memory, each way alone and both at once."""
     on_cuda = device.type == "cuda"  # anything else stands in for it in tests
     timed = partial(_timed, sizes=sizes, synchronize=torch.cuda.synchronize if on_cuda else None)
     if on_cuda:

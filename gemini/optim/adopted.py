@@ -92,9 +92,7 @@ def step(optimizer: Optimizer) -> None:
 
 
 def frozen(value: Any) -> Any:
-    """A hyperparameter as a value that can be hashed: tensors of one element are numbers, lists are tuples. Raises
-    TypeError for what is neither a number, a word, nor a tuple of such.
-    """
+    """A hyperparameter that can be hashed: a number, a word, or a tuple of such; TypeError for anything else."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -373,9 +371,7 @@ class Snapshot(NamedTuple):
 
 @without_grad
 def trained(kind: type[Optimizer], hypers: Mapping[str, Any], shape: tuple[int, ...] = SHAPE) -> list[Snapshot]:
-    """What an optimizer makes of a param, step by step. Raises Refusal if it cannot even do that, or draws random
-    numbers.
-    """
+    """What an optimizer makes of a param, step by step; Refusal if it cannot, or draws random numbers."""
     param = nn.Parameter(begin_of(shape))
     before = torch.get_rng_state()
     found = []

@@ -26,12 +26,10 @@ _DECAY = Hyper(0.999, within="in [0, 1]")
 
 @dataclass(frozen=True)
 class CompactRule(ElementwiseRule):
-    """``exact`` with compact states: what ``GeminiConfig(states="compact")`` makes of a rule, for the engine alone.
-
-    The optimizer keeps the rule itself; its hyperparameters, scalars and the form of its states outside are those. What
-    is different is where states stand between updates: in 8 bits with scales, beside a master of 24 bits
-    (:mod:`gemini.kernels.reference`). An update decodes, does what the rule does, and encodes. Raises ValueError for a
-    rule that has no such form.
+    """``exact`` with compact states, which ``GeminiConfig(states="compact")`` makes of a rule, for the engine alone:
+    the optimizer keeps the rule itself. Between updates states are in 8 bits with scales, beside a master of 24 bits
+    (:mod:`gemini.kernels.reference`); an update decodes, does what the rule does, and encodes. ValueError for a rule
+    without such a form.
     """
 
     exact: UpdateRule
@@ -86,9 +84,7 @@ def upper_byte(residual: Tensor) -> Tensor:
 
 
 def rule_for(optimizer: UpdateRule | None, states: str, precision: str | None) -> UpdateRule:
-    """The rule of ``GeminiConfig(optimizer=, states=, precision=)``. Raises ValueError for states that the rule or the
-    precision does not have.
-    """
+    """The rule of ``GeminiConfig(optimizer=, states=, precision=)``; ValueError if it cannot have these states."""
     rule = rules.rule_of(optimizer)
     return rule if spec_for(rule.spec, states, precision) is rule.spec else CompactRule(rule)
 

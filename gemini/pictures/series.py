@@ -1,8 +1,6 @@
-"""What a picture shows, as plain numbers: phases, stacks of bytes and busy shares over time, as fine as can be seen.
-
-A timeline of a 70B model has tens of thousands of spans and samples, a picture some hundred columns. Stacks keep the
-peak of every column, busy tracks become the share of each column in which they worked; what is short enough to be seen
-as it is stays as it is.
+"""What a picture shows, as plain numbers. A timeline of a 70B model has tens of thousands of spans and samples, a
+picture some hundred columns: stacks keep the peak of every column, busy tracks become the share of each column in which
+they worked; what is short enough to be seen as it is stays as it is.
 """
 
 from __future__ import annotations

@@ -103,13 +103,10 @@ class Cost(NamedTuple):
 
 
 class Costs:
-    """One rank's machine.
-
-    Args:
-        local_ranks: ranks on the same host, which divide its memory, drives and threads.
-        beside: updates run beside computing. Where both run on the host, each has threads of its own if the hardware
-            says how many torch has and what an update takes with one; else either takes the whole host.
-        update_threads: of an update beside computing; None for the cores that torch leaves, at least one.
+    """One rank's machine; ``local_ranks`` on the same host divide its memory, drives and threads. ``beside``: updates
+    run beside computing; where both run on the host, each has threads of its own if the hardware says how many torch
+    has and what an update takes with one, else either takes the whole host. ``update_threads``: of such updates; None
+    for the cores that torch leaves, at least one.
     """
 
     def __init__(

@@ -92,9 +92,7 @@ class Document:
 
 
 def load(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
-    """What ``parse`` makes of a file that a user names, ``what`` being a word before its path ("--plan", or none).
-    Raises PlanMismatch naming the file, if it cannot be read or is not what it should be.
-    """
+    """What ``parse`` makes of a user's file; PlanMismatch names ``what`` it is and its path, if it cannot be read."""
     named = f"{what} {path}".lstrip()
     try:
         return parse(Path(path).read_text(encoding="utf-8"))

@@ -45,14 +45,11 @@ def cheapest_homes(
     compute_seconds: float = 0.0,
     streaming: bool = False,
 ) -> Placement | None:
-    """The placement that the program finds; None if it finds none (whether the model fits is for others to say).
-    Deterministic: the same on every rank.
-
-    Args:
-        fetches: how often the weights of each chunk are gathered, over all micro-batches of a step, if nothing stays.
-        overlapped: minimise the busiest track, and only then the sum of all; else the sum.
-        compute_seconds: of forward and backward, which an overlapped step cannot be shorter than.
-        streaming: updates may be streamed through the GPU; what that takes of it is then left for it.
+    """The placement that the program finds, the same on every rank; None if it finds none (whether the model fits is
+    for others to say). ``fetches``: how often a step gathers the weights of each chunk, if nothing stays.
+    ``overlapped``: minimise the busiest track, which takes ``compute_seconds`` (forward and backward) at least, and
+    only then the sum of all; else the sum. ``streaming``: updates may be streamed through the GPU; what that takes of
+    it is left for it.
     """
     of_chunks = _Choices(problem, fetches, speeds, accumulate)
     base: dict[str, float] = {}

@@ -171,9 +171,7 @@ def in_flight(trace: MemoryTrace, number: int) -> MemoryTrace:
 
 
 def breadth_first(trace: MemoryTrace, number: int) -> MemoryTrace:
-    """One step of all micro-batches, each moment for all of them before the next one: what they keep is there as often,
-    and only one of them computes.
-    """
+    """One step of all micro-batches, moment by moment: what each of them keeps is there, and only one computes."""
 
     def of_all(moment: Moment) -> Moment:
         live = number * moment.live_bytes
@@ -238,15 +236,11 @@ def play_mesh(
     schedule: str = "overlapped",
     ends: bool = False,
 ) -> MeshOutcome:
-    """Plan and play a step over a mesh. Raises BudgetExceeded if a stage does not fit, naming it; ValueError for a
-    model that has fewer blocks than stages.
-
-    Args:
-        trace: of a micro-batch of the whole model on one rank of the mesh: with its slices and its parts of sequences.
-        make: plans a stage of that trace for so many micro-batches in a step, in this order ("" without stages).
-        width: of hidden states.
-        order: of the micro-batches; None for the quicker one of those that fit.
-        ends: play only the first and the last stage, which have what comes before and after the blocks.
+    """Plan and play a step over a mesh. BudgetExceeded names a stage that does not fit; ValueError for a model that has
+    fewer blocks than stages. ``trace``: of a micro-batch of the whole model on one rank, with its slices and parts of
+    sequences. ``make``: plans a stage of it for so many micro-batches, in this order ("" without stages). ``width``: of
+    hidden states. ``order``: None for the quicker one of those that fit. ``ends``: play only the first and the last
+    stage, which have what comes before and after the blocks.
     """
     play = partial(_play, trace, hardware, Grid(sizes, per_machine), make, micro_batches, width)
     found: list[MeshOutcome] = []

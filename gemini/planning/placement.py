@@ -320,9 +320,7 @@ def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
 
 
 def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
-    """The placement that ``static`` asks for, each fraction met to within one chunk. Raises BudgetExceeded if it does
-    not fit; ValueError if a fraction asks for a tier that has no budget.
-    """
+    """What ``static`` asks for; BudgetExceeded if it does not fit, ValueError for a tier without a budget."""
     for tier in reversed(Tier):
         streamed = static.updates_on_gpu if tier is Tier.GPU else 0.0
         fraction = max(static.share("weights", tier), static.share("optimizer", tier), streamed)

@@ -1,7 +1,5 @@
-"""The plan: where every plane of every chunk lives, and what is fetched and let go in every moment. A value.
-
-The planner makes it, ``GeminiDDP`` executes it, the simulator plays it, and ``gemini plan`` prints it. It carries the
-trace it was made for, so that it can be played and checked by itself.
+"""The plan, a value: the planner makes it, ``GeminiDDP`` executes it, the simulator plays it, ``gemini plan`` prints
+it.
 """
 
 from __future__ import annotations

@@ -170,13 +170,9 @@ def moves_by_policy(
     policy: EvictionPolicy,
     lasting: frozenset[int] = frozenset(),
 ) -> tuple[Moves, ...]:
-    """Gather what a moment needs when it begins, and let the policy make room for it. Raises BudgetExceeded if one
-    moment needs more than ``room``.
-
-    Args:
-        sizes: bytes of the chunks that have to be gathered; others are there anyway.
-        room: bytes that gathered chunks may take at once.
-        lasting: (frozen) chunks whose gathered weights outlive the step, played until it begins with what it leaves.
+    """Gather what a moment needs when it begins; the policy makes room for it among ``room`` bytes. BudgetExceeded if
+    one moment needs more. ``sizes``: bytes of the chunks to gather; others are there anyway. ``lasting``: (frozen)
+    chunks whose gathered weights outlive the step, played until it begins with what it leaves.
     """
     starts: dict[int, list[int]] = {}
     for run in runs(accesses, sizes):
@@ -248,12 +244,9 @@ def cheapest_moves(
     renewed: frozenset[int] = frozenset(),
     times: int = 1,
 ) -> tuple[Moves, ...]:
-    """The moves that cost least, the same on every rank. Arguments and errors as of :func:`moves_by_policy`.
-
-    Args:
-        costs: of gathering a chunk once, in any unit (default: its bytes).
-        renewed: of ``lasting``, chunks whose gathered weights are overtaken every so many ``times``: then
-            :func:`first_of` says what is gathered.
+    """The moves that cost least, the same on every rank. Arguments and errors as of :func:`moves_by_policy`. ``costs``:
+    of gathering a chunk once, in any unit (default: its bytes). ``renewed``: of ``lasting``, those whose gathered
+    weights are overtaken every so many ``times``: then :func:`first_of` says what is gathered.
     """
     price = {index: float(size) for index, size in sizes.items()} if costs is None else dict(costs)
     greedy = moves_by_policy(accesses, sizes=sizes, room=room, policy=NextUse(), lasting=lasting)
@@ -291,9 +284,7 @@ def first_of(again: Sequence[Moves], accesses: Sequence[Access], renewed: frozen
 
 
 class Gap(NamedTuple):
-    """Between two runs of a chunk: moments ``start`` to ``stop`` - 1 do not need it. One that leads into the next step
-    has ``stop`` <= ``start``.
-    """
+    """Moments ``start`` to ``stop`` - 1 do not need the chunk; ``stop`` <= ``start`` leads into the next step."""
 
     chunk: int
     start: int

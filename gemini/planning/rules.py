@@ -127,9 +127,7 @@ def compact(rule: RuleSpec) -> RuleSpec:
 
 
 def spec_for(rule: RuleSpec, states: str, precision: str | None) -> RuleSpec:
-    """The rule as its states are to be kept. Raises ValueError for states that are unknown, or that the rule or the
-    precision does not have.
-    """
+    """The rule with its states kept so; ValueError for states that are unknown, or that it or the precision lacks."""
     if states not in STATES:
         raise ValueError(f"states={states!r} is not known; use one of {', '.join(map(repr, STATES))}")
     if states == "exact":

@@ -489,11 +489,10 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
 
 
 def overlapped(work: Work, *, clipping: bool) -> Graph:
-    """Everything that may run beside computing does. ``STEPS`` steps, and the beginning of one more.
-
-    Updates have a worker of their own, which takes them in the order of their next use, reads ahead and writes behind;
-    fetches have another. Gradients that leave the computing tier land beside computing; those that stay in host memory
-    the host lands itself, between two moments.
+    """Everything that may run beside computing does: ``STEPS`` steps, and the beginning of one more. Updates have a
+    worker of their own, which takes them in the order of their next use, reads ahead and writes behind; fetches have
+    another. Gradients that leave the computing tier land beside computing; those in host memory the host lands between
+    two moments.
     """
     graph, plan = Graph(work), work.plan
     moments, per_batch, per_step = plan.trace.moments, len(plan.moves), len(plan.moves) * plan.accumulate

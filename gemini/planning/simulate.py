@@ -1,13 +1,8 @@
 """Plays a plan on a machine, one optimizer step from its first moment to the first moment of the next: a Timeline.
 
-    timeline = gemini.simulate(plan, hardware, schedule="overlapped")
-    print(timeline)
-
 Nothing of a model is needed, no torch, no GPU: a plan, the figures of a machine, and a fluid model of what they share.
-
-What comes of it are spans per track, stalls with their causes, bytes moved, and what each tier held. A stall is told by
-walking back from the task whose end let computing go on: while computing waits, there is always one task that it waits
-for, or that this one waits for, and its cause gets the time. So
+A stall is told by walking back from the task whose end let computing go on: while computing waits, there is always one
+task that it waits for, or that this one waits for, and its cause gets the time. So
 
     step = computing alone + stalls, cause by cause
 """

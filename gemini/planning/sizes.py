@@ -1,8 +1,6 @@
-"""A step in another size than it was traced or planned in: with more micro-batches, more work, more sequences, more
-layers. ``gemini plan`` looks at so many steps that tracing each whole would take minutes.
-
-All bytes and all work of a moment are a part that is there once and a part that comes again with every sequence, or
-with every layer where layers are alike: so a step of many comes from two of few.
+"""A step in another size than it was traced or planned in; ``gemini plan`` looks at so many that tracing each whole
+would take minutes. All bytes and all work of a moment are a part that is there once and a part that comes again with
+every sequence, or with every layer where layers are alike: so a step of many comes from two of few.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A step laid out in time: what each track did, what waited for what, what every tier held. A value.
-
-The simulator predicts one, a recorded step of a real run is another, and the pictures draw both, beside each other.
-"""
+"""A step laid out in time, a value: the simulator predicts one, a real run records one, and the pictures draw both."""
 
 from __future__ import annotations
 

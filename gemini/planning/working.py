@@ -1,7 +1,4 @@
-"""The bytes that a step needs beside the planes: staging, gathered weights, gradients on their way, activations.
-
-Closed forms, the same for the planner, which leaves room for them, and for the runtime, which takes it.
-"""
+"""What a step needs beside the planes, in bytes: closed forms for the planner, and for the runtime, which takes it."""
 
 from __future__ import annotations
 

@@ -1,15 +1,12 @@
-"""``gemini.trace``: a step traced before there is anything to run it on, on fake tensors.
-
-A fake tensor has a shape, a dtype and a device, and takes no memory; operations on it compute shapes only (torch's
-``FakeTensorMode``). So the forward and backward of a 70B model run on a laptop in seconds, and do in the same order
-what the real ones will do.
+"""``gemini.trace``: a step traced before there is anything to run it on, on fake tensors (torch's ``FakeTensorMode``),
+which have a shape, a dtype and a device and take no memory: a 70B model runs on a laptop in seconds.
 
 What is computed is fake, what decides is real (:class:`FakeRunner`). Models decide by values of a few small integer
 tensors what they do: a mask of ones is dropped, positions that count up mean one sequence, a drawn number skips a
 layer. With fake ones transformers takes other branches than a real step (it materializes masks of S x S, which keeps
 attention from its fused kernel). So what follows from integers, constants and single numbers alone is computed, and
-branches are those of the batch at hand. Weights and inputs of floating point are fake, and so is everything that
-depends on them.
+branches are those of the batch at hand. Weights and inputs of floating point are fake, and so is all that depends on
+them.
 """
 
 from __future__ import annotations
@@ -257,10 +254,8 @@ def nothing_collected() -> Iterator[None]:
 
 def model_class_for(config: Any) -> Any:
     """The class of transformers to train a config with: what ``architectures`` names if it takes labels, else the
-    sequence-to-sequence, masked, causal language model or image, audio or sequence classifier there is.
-
-    Raises:
-        ValueError: if there is none.
+    sequence-to-sequence, masked, causal language model or image, audio or sequence classifier; ValueError if there is
+    none.
     """
     import transformers
 
@@ -411,7 +406,6 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 def _run_as_python(own: nn.Module, other: nn.Module) -> None:
     """A copy of a compiled module has no compiled call, but would have the forward that was compiled: the other's own.
-
     What it does is what is traced. That it reads its params together is kept.
     """
     forward = own.__dict__.get("forward")

@@ -68,13 +68,9 @@ class Counts:
 
 
 class Meter(TorchDispatchMode):
-    """Running totals; whoever cuts the step into moments reads ``live`` and takes the others.
-
-    Attributes:
-        live: bytes of counted storages that are there now.
-        peak: the most of them since the last :meth:`take`, temporaries within operations included.
-        counts: since then.
-        begin_work: called before each operation that does work, and may cut there.
+    """Running totals; whoever cuts the step into moments reads ``live`` (bytes of counted storages that are there now)
+    and takes ``peak``, the most of them since the last :meth:`take` with temporaries within operations, and ``counts``.
+    ``begin_work`` is called before each operation that does work, and may cut there.
     """
 
     def __init__(self, target: Target, run: Callable[[Any, Any, Any], Any] | None = None):
@@ -357,10 +353,9 @@ def is_coded_product(packet: Any) -> bool:
 
 
 class Target:
-    """What a step takes on the machine it is meant for that a run on fake CPU tensors does not show; here of a CPU.
-
-    It needs no corrections: what its kernels allocate inside is left out (packing buffers of bf16 products in oneDNN,
-    up to 2 MiB per thread, and the generator's state of 5 KB that checkpointing keeps per block).
+    """What a step takes on its machine that a run on fake CPU tensors does not show; here of a CPU, without
+    corrections: what its kernels allocate inside is left out (packing buffers of bf16 products in oneDNN, up to 2 MiB
+    per thread, and the generator's state of 5 KB that checkpointing keeps per block).
     """
 
     name = "cpu"
@@ -370,11 +365,9 @@ class Target:
         return num_bytes
 
     def temporary_bytes(self, func: Any, args: Any) -> int:
-        """What the kernel of one operation allocates and frees again before it returns.
-
-        A product with 4-bit codes makes the weight in the dtype of its input first (bitsandbytes 0.50,
-        ``backends/default/ops.py``; on CUDA from some hundred rows on, ``backends/cuda/ops.py``), and their fp32 scales
-        where these are quantized again.
+        """What the kernel of one operation allocates and frees again before it returns. A product with 4-bit codes
+        makes the weight in the dtype of its input first (bitsandbytes 0.50, ``backends/default/ops.py``; on CUDA from
+        some hundred rows on, ``backends/cuda/ops.py``), and their fp32 scales where these are quantized again.
         """
         if is_coded_product(getattr(func, "_overloadpacket", None)):
             numel = args[2][0] * args[2][1]
@@ -440,11 +433,7 @@ TARGETS: dict[str, type[Target]] = {"cpu": Target, "cuda": Cuda}
 
 
 def make_target(name: str | None) -> Target:
-    """By name; by default "cuda" if there is one.
-
-    Raises:
-        ValueError: for another name.
-    """
+    """The target of that name, by default "cuda" if there is one; ValueError for another name."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in TARGETS:

@@ -109,13 +109,9 @@ class SavedInputs:
 
 @dataclass
 class ObservedStep:
-    """What was seen of one step.
-
-    Attributes:
-        moments: those in which something ran (empty if operations were not counted).
-        keys: what happened at each boundary; equal lists are equal sequences of calls.
-        times: seconds that ended at each boundary, without those in which somebody else worked.
-        moment_at: for each boundary the moment that ended there, or None.
+    """What was seen of one step. ``moments``: those in which something ran (empty if operations were not counted). By
+    boundary: ``keys``, what happened there (equal lists are equal sequences of calls); ``times``, seconds that ended
+    there, without those in which somebody else worked; ``moment_at``, the moment that ended there, or None.
     """
 
     moments: list[Moment] = field(default_factory=list)
@@ -134,10 +130,8 @@ class ObservedStep:
 
 class Observer:
     """Hooks on one model. Each forward of the root begins a :class:`ObservedStep`; its backward ends it.
-
-    Args:
-        free_gradients: whether complete gradients are dropped, as the engine does by moving them away.
-        sent: where those who imagine other ranks count what they would send them.
+    ``free_gradients``: complete gradients are dropped, as the engine does by moving them away. ``sent``: where those
+    who imagine other ranks count what they would send them.
     """
 
     def __init__(self, model: nn.Module, target: Target, *, free_gradients: bool, sent: Counter[str] | None = None):
@@ -438,10 +432,8 @@ class Observer:
 
 
 def count_tokens(shapes: Mapping[str, tuple[int, ...]], model: Any = None) -> int:
-    """Positions that a batch of these shapes has the model work on.
-
-    Those of its inputs; of an encoder-decoder ``model`` those of the decoder as well. A decoder's labels are its inputs
-    once more and do not count. Images, and what else has no positions, count as samples.
+    """Positions that a batch of these shapes has the model work on: its inputs', and those of an encoder-decoder's
+    decoder, whose labels are its inputs once more and do not count. What has none (images) counts as samples.
     """
     source = next((shapes[name] for name in ("input_ids", "inputs_embeds") if name in shapes), None)
     decoder = 0
@@ -458,11 +450,7 @@ def count_tokens(shapes: Mapping[str, tuple[int, ...]], model: Any = None) -> in
 def trace_of_step(
     model: nn.Module, step: ObservedStep, precision: str, kept: Collection[int], *, target: str, source: Source
 ) -> MemoryTrace:
-    """The trace of a step that was observed: the model as its modules declare it, with the moments that were seen.
-
-    Args:
-        kept: params that stay in fp32, by their ``id``.
-    """
+    """The trace of a step that was observed; ``kept``: the params that stay in fp32, by their ``id``."""
     declared = trace_of(structure_of(model), precision, kept, target=target)
     return replace(
         declared,

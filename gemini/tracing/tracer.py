@@ -1,8 +1,4 @@
-"""``gemini.MemoryTracer``: a trace recorded from real steps, of a wrapped model or of any other.
-
-Counting every operation costs time, so the first step gives moments, bytes and work, and the later ones, which are
-only cut at the same boundaries, give their seconds.
-"""
+"""``gemini.MemoryTracer``: a trace of real steps. Counting operations costs time, so only the first step is counted."""
 
 from __future__ import annotations
 

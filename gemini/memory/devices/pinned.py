@@ -132,9 +132,7 @@ class PinnedArena:
         return count, None
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """A page-aligned buffer of zeros as a uint8 tensor, in a place of its size or registered now. RuntimeError or
-        MemoryError if it cannot be registered.
-        """
+        """A page-aligned uint8 buffer of zeros; RuntimeError or MemoryError if its memory cannot be registered."""
         size = in_pages(num_bytes)
         try:
             place = (free := self._free[size]).popleft()

@@ -38,9 +38,7 @@ SUMMED_PAGES = 1024
 """Pages that are read at once to be summed."""
 
 Runs = list[tuple[int, int, int | None]]
-"""Of the pages of a plane in order: how many in a row have their content in which slot, and its CRC-32: 0 of zeros,
-None where a record of version 1 has none.
-"""
+"""Runs of a plane's pages: how many, in which slot, and their CRC-32 (0 of zeros, None in a record of version 1)."""
 
 
 class SlotPair:
