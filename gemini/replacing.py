@@ -29,10 +29,8 @@ _AFTER_NEW = re.compile(r"(\d{1,18})(?:-([0-9a-f]{8})-\d+)?(?:\.old)?")
 
 def place_of(name: str | os.PathLike[str]) -> Path:
     """Where ``name`` leads: absolute, so that it stays the same wherever the process goes, and no symbolic link, which
-    renaming would replace instead of what it points to.
-
-    Raises:
-        StorageError: for a relative one, if the folder that the process works in was removed; for what is no path.
+    renaming would replace instead of what it points to. Raises StorageError for a relative one, if the folder that the
+    process works in was removed; for what is no path.
     """
     try:
         return Path(os.path.realpath(os.fsdecode(name)))
@@ -42,9 +40,7 @@ def place_of(name: str | os.PathLike[str]) -> Path:
 
 def check_renamable(final: Path, asked: str | os.PathLike[str]) -> None:
     """Refuse a folder that cannot be renamed, or must not be: the one we stand in, or one around it, or a mount point.
-
-    Raises:
-        StorageError: saying which.
+    Raises StorageError, saying which.
     """
     why = None
     if final.is_symlink():
@@ -81,9 +77,7 @@ def end(work: Path) -> None:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Where to write what is to be the file ``path``: on the disk and under that name when the block has ended well.
-
-    Raises:
-        OSError: an existing file is as it was.
+    Raises OSError; an existing file is then as it was.
     """
     path = place_of(path)
     draft = begin(path)
@@ -108,10 +102,7 @@ def sync(path: Path) -> None:
 
 def swap(work: Path, final: Path) -> None:
     """Put the whole folder ``work`` in the place of ``final``. At every moment one of them stands where :func:`find`
-    finds it, also if processes were killed in several calls in a row.
-
-    Raises:
-        OSError: ``final`` is as it was.
+    finds it, also if processes were killed in several calls in a row. Raises OSError; ``final`` is then as it was.
     """
     old, going = _old_name(final), work.with_name(f"{work.name}.old")
     sync(work)
@@ -141,11 +132,7 @@ def restore(final: Path) -> None:
 
 
 def find(final: Path) -> Path:
-    """Where what is called ``final`` stands.
-
-    Raises:
-        StorageError: if there is none.
-    """
+    """Where what is called ``final`` stands. Raises StorageError if there is none."""
     with of_storage(f"cannot read {final}"):
         for path in (final, _old_name(final), final):  # again: it may have been renamed while we looked
             if _stands(path):
@@ -201,9 +188,7 @@ def remove(path: Path) -> None:
 
 def _discard(path: Path, going: Path) -> None:
     """Remove a folder: under the name ``going``, so that what a killed removal leaves never looks like a whole one.
-
-    Raises:
-        OSError: if it cannot even be renamed.
+    Raises OSError if it cannot even be renamed.
     """
     try:
         os.rename(path, going)

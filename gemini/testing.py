@@ -136,10 +136,9 @@ SHORT, LONG = 0.0002, 0.003
 
 
 class RandomClock:
-    """Delays each copy by a time drawn for its stream, or until copies of other streams have overtaken it.
-
-    The n-th copy of a stream gets the same fate under the same seed, whatever the other streams do; how threads then
-    meet is up to the system. Nothing is held for longer than ``longest`` seconds, or once the clock is closed.
+    """Delays each copy by a time drawn for its stream, or until copies of other streams have overtaken it. The n-th
+    copy of a stream gets the same fate under the same seed, whatever the other streams do; how threads then meet is up
+    to the system. Nothing is held for longer than ``longest`` seconds, or once the clock is closed.
     """
 
     def __init__(self, seed: int, *, longest: float = LONG):
@@ -194,14 +193,11 @@ END_SECONDS = 10.0
 
 class StandinDevice(HostMemoryDevice):
     """A GPU for machines without one: its own tier and budget, computed on by the CPU, with copies that take time.
-
-    Args:
-        memory: bytes it pretends to have when no ``gpu=`` budget is given.
-        gate: called on the stream's thread before each copy is made, with the stream's name; it may block (a test's
-            clock, or a :class:`RandomClock`, which is closed with the device).
-        poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
-            one who reads it before the copy is complete is found out whatever was there before.
-        in_pieces: windows are cut out of one stretch of addresses, as on a GPU.
+    ``memory``: bytes it pretends to have when no ``gpu=`` budget is given. ``gate``: called on the stream's thread
+    before each copy is made, with the stream's name; it may block (a test's clock, or a :class:`RandomClock`, which is
+    closed with the device). ``poison``: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the
+    copy may begin, so that one who reads it before the copy is complete is found out whatever was there before.
+    ``in_pieces``: windows are cut out of one stretch of addresses, as on a GPU.
     """
 
     name = "standin"

@@ -47,9 +47,7 @@ def begin_work() -> None:
 
 
 def on_worker() -> bool:
-    """Say whether the calling thread is a worker's. Workers are what others wait for, so a worker asks nobody for
-    memory: whoever is asked may wait for that very worker.
-    """
+    """Say whether the calling thread is a worker's, which asks nobody for memory: whoever is asked may wait for it."""
     return getattr(_of_thread, "works", False)
 
 

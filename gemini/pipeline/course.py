@@ -196,9 +196,8 @@ def _blocks_in(model: nn.Module) -> tuple[str, ...]:
 
 
 class Flow(TorchDispatchMode):
-    """Runs the operations of a forward through ``model``, which is fake, and notes what makes it no chain of blocks.
-
-    A *part* is a block, or an outermost module with params that runs before all blocks or after them. What is computed
+    """Runs the operations of a forward through ``model``, which is fake, and notes what makes it no chain of blocks. A
+    *part* is a block, or an outermost module with params that runs before all blocks or after them. What is computed
     outside of parts runs in every stage.
     """
 

@@ -1,6 +1,4 @@
-"""``gemini.train_step``: the micro-batches of a step pass block by block, so that each block's weights are fetched once
-for all of them in forward and once in backward, and its gradients land once.
-"""
+"""``gemini.train_step``, block by block: weights are fetched twice, and gradients land once, for all micro-batches."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ from gemini.train.passes.again import marks_of, own_hooks
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
 _SEEN = "_gemini_courses"
-"""Attribute of a model: its :class:`_Seen`. Stages know the model, so whoever has them would keep it alive; their cycle
-goes with it.
+"""Attribute of a model: its :class:`_Seen`. Whoever has stages keeps their model alive; here their cycle goes with it.
 """
 
 

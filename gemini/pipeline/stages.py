@@ -101,9 +101,7 @@ def stray(why: str) -> NoReturn:
 def params_of_stages(
     model: nn.Module, course: Course, ranges: Sequence[tuple[int, int]], num_ranks: int
 ) -> dict[str, StageParam]:
-    """Of every param, in the order of the model and under its first name, which ranks have it. One that several have is
-    told its first name.
-    """
+    """Which ranks have each param, by its first name, in the model's order. One that several have is told that name."""
     found: dict[str, StageParam] = {}
     names: dict[int, list[str]] = {}
     params = dict(model.named_parameters(remove_duplicate=False))

@@ -46,9 +46,8 @@ _SAID: dict[str, dict[int, str]] = {
 
 
 class Facts:
-    """Values (as in JSON) by what they are called, in the order in which an error looks for one that differs.
-
-    A value that is an array is a column: it has an item for each of ``names``, the same params on all ranks.
+    """Values (as in JSON) by what they are called, in the order in which an error looks for one that differs. A value
+    that is an array is a column: it has an item for each of ``names``, the same params on all ranks.
     """
 
     def __init__(self, values: Mapping[str, Any], names: Sequence[str] = ()):
@@ -128,9 +127,7 @@ R = TypeVar("R")
 
 
 class Handshake:
-    """The steps of one piece of work of the ranks of ``group`` (on the CPU; None in one process), for error messages
-    called ``doing``.
-    """
+    """The steps of work that errors call ``doing``, of the ranks of ``group`` (on the CPU; None in one process)."""
 
     def __init__(self, group: dist.ProcessGroup | None, doing: str):
         self._group, self._doing = group, doing
@@ -139,12 +136,8 @@ class Handshake:
 
     def step(self, work: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
         """Do ``work`` on every rank, then ``conclude`` on the first one from what each has given; all get its result.
-
-        No rank comes back before all have done their work, well or not.
-
-        Raises:
-            GeminiError: on every rank, naming the one that failed; an interrupt of this rank stays what it is.
-            RankLost: if a rank died or does not answer.
+        No rank comes back before all have done their work, well or not. Raises GeminiError on every rank, naming the
+        one that failed (an interrupt of this rank stays what it is); RankLost if a rank died or does not answer.
         """
         if self._group is None:
             return conclude([work()])
@@ -235,18 +228,12 @@ def agree(
     tag: Tag = Tag.AGREEMENT,
     words: str = "values",
 ) -> None:
-    """Let all ranks of ``wire``, which all come here, go on together or not at all.
+    """Let all ranks of ``wire``, which all come here, go on together or not at all. ``facts``: what must be alike on
+    all of them; not asked for where a rank is alone or refuses. ``refusal``: why this rank will not. ``swap``: how each
+    rank's number reaches all, if not on the wire, as ``tag``. ``words``: which of ``WORDS`` say what differs.
 
-    Args:
-        facts: what must be alike on all of them; not asked for where a rank is alone or refuses.
-        refusal: why this rank will not.
-        swap: how each rank's number reaches all, if not on the wire, as ``tag``.
-        words: which of ``WORDS`` say what differs.
-
-    Raises:
-        RankMismatch: on every rank, naming what differs.
-        GeminiError: naming the rank that refuses, of the type of its refusal if that is ours; there the refusal itself.
-        RankLost: if a rank does not answer.
+    Raises RankMismatch on every rank, naming what differs; GeminiError naming the rank that refuses, of the type of its
+    refusal if that is ours (there the refusal itself); RankLost if a rank does not answer.
     """
     if wire.size == 1:
         if refusal is not None:

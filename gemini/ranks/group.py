@@ -263,12 +263,8 @@ def join(
 ) -> Ranks:
     """The ranks this process shares a job with, itself among them: those of ``mesh`` by the names of its dims
     (:func:`names_of`), or of the process group. Without both it is the default one; if there is none but torchrun or
-    srun has started this process, it is made.
-
-    ``in_parts``: Gemini has cut the model over the mesh, into slices or stages.
-
-    Raises:
-        ValueError: as :func:`names_of`; for a mesh without this process, or both arguments.
+    srun has started this process, it is made. ``in_parts``: Gemini has cut the model over the mesh, into slices or
+    stages. Raises ValueError as :func:`names_of`; for a mesh without this process, or both arguments.
     """
     if mesh is not None:
         if process_group is not None:

@@ -48,9 +48,8 @@ def tell_torch(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _told(environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """The launcher's variables by torch's names.
-
-    Only what ``srun`` starts has a number of tasks of a *step*: a batch script is one process, whatever it asked for.
+    """The launcher's variables by torch's names. Only what ``srun`` starts has a number of tasks of a *step*: a batch
+    script is one process, whatever it asked for.
     """
     num = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
     if "RANK" in environment or num == 1 or "SLURM_PROCID" not in environment:

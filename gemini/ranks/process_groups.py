@@ -96,10 +96,9 @@ _open: weakref.WeakSet[WaitingGroup] = weakref.WeakSet()
 
 
 class WaitingGroup:
-    """A group of some ranks (ascending, with this one), made by all of them at the first use.
-
-    It is another group than those of training, whose messages go on while a checkpoint is written behind it, and waits
-    as long as torch does by default (half an hour), whatever was chosen to notice a rank that hangs in a step.
+    """A group of some ranks (ascending, with this one), made by all of them at the first use. It is another group than
+    those of training, whose messages go on while a checkpoint is written behind it, and waits as long as torch does by
+    default (half an hour), whatever was chosen to notice a rank that hangs in a step.
     """
 
     def __init__(self, global_ranks: Sequence[int]):

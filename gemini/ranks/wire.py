@@ -175,9 +175,8 @@ class Wire:
         return into
 
     def all_reduce(self, tag: Tag, flat: torch.Tensor, scratch: torch.Tensor, what: str) -> None:
-        """Replace ``flat`` by the sum over ranks, in fp32 and in their order, rounded once to its dtype.
-
-        ``scratch``: uint8, at least ``2 * flat.numel() * 4`` bytes, and 4 for each rank.
+        """Replace ``flat`` by the sum over ranks, in fp32 and in their order, rounded once to its dtype. ``scratch``:
+        uint8, at least ``2 * flat.numel() * 4`` bytes, and 4 for each rank.
         """
         # Each rank adds up one part of all ranks' tensors and sends the sum to the others.
         cuts = [flat.numel() * i // self.size for i in range(self.size + 1)]
@@ -234,12 +233,9 @@ class Wire:
         what: str,
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Sums over ranks of this rank's section, piece by piece: ``(start, stop, fp32 sum)`` within the section. A sum
-        is overwritten by the one after the next.
-
-        Args:
-            own: this rank's whole contribution, ``size`` sections of ``shard`` elements; None if it has none.
-            senders: the ranks that contribute, and the dtype of what they send.
-            scratch: uint8, from which the length of a piece follows.
+        is overwritten by the one after the next. ``own``: this rank's whole contribution, ``size`` sections of
+        ``shard`` elements; None if it has none. ``senders``: the ranks that contribute, and the dtype of what they
+        send. ``scratch``: uint8, from which the length of a piece follows.
         """
         others = [rank for rank in senders if rank != self.rank]
         piece = min(scratch.numel() // (4 * max(2 * self.size, 4)), shard)

@@ -121,7 +121,6 @@ class ManagedAdapters:
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """As in PEFT: add the adapters to the base weights, in place and one layer at a time; the model stays managed.
-
         The sum is rounded to the dtype of the base weights, as PEFT does with a base of that dtype.
         """
         _check_merge_allowed(self.base_model)
@@ -139,10 +138,8 @@ class ManagedAdapters:
                 layer.unmerge()
 
     def load_adapter(self, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        """As in PEFT, into an adapter that is there; a new one is refused. Its dtype stays that of the model.
-
-        Raises:
-            GeminiError: if the model has no adapter of that name.
+        """As in PEFT, into an adapter that is there; a new one is refused (GeminiError). Its dtype stays that of the
+        model.
         """
         if adapter_name not in self.peft_config:
             raise _refusal(f"load_adapter(..., {adapter_name!r})")

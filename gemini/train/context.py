@@ -459,10 +459,8 @@ def _rope_types(rope: Any) -> Iterator[str]:
 
 
 class ContextParallel:
-    """What is put around one model, whose heads Gemini has divided among ``slices`` ranks.
-
-    Raises:
-        GeminiError: naming why the model cannot compute parts; nothing was changed.
+    """What is put around one model, whose heads Gemini has divided among ``slices`` ranks. Raises GeminiError, naming
+    why the model cannot compute parts; nothing was changed.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange, kind: str, slices: int = 1):

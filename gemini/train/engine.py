@@ -148,9 +148,8 @@ class Engine:
             assert all(c.pins == 0 for c in self.store.chunks)
 
     def close(self) -> None:
-        """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read.
-
-        In the reverse of the order of making: what moves bytes ends before the bytes that it moves.
+        """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read. In
+        the reverse of the order of making: what moves bytes ends before the bytes that it moves.
         """
         # A checkpoint that is being written reads chunks: it ends, or is given up, before they go.
         self.write_observers.close()

@@ -60,9 +60,8 @@ class WriteObserver:
 
 
 class WriteObservers(list[WriteObserver]):
-    """All write observers of one model.
-
-    They may come and go while another thread tells the others something, so each method goes through a copy.
+    """All write observers of one model. They may come and go while another thread tells the others something, so each
+    method goes through a copy.
     """
 
     def before_updates(self) -> None:

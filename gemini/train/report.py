@@ -1,6 +1,4 @@
-"""What a model tells of its steps: ``model.memory_report()``, what every tier holds, as a mapping that reads well, and
-``with model.recording() as recording:``, whose ``timeline`` is the last whole step inside.
-"""
+"""What a model tells of its steps: ``model.memory_report()`` and the ``timeline`` of ``model.recording()``."""
 
 from __future__ import annotations
 

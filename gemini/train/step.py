@@ -27,10 +27,9 @@ Self = TypeVar("Self")
 class Occupancy:
     """Which threads work in one model: several in forwards, or one *alone*, in a backward, a step, or what reads or
     writes the model as a whole. A readers-writer lock, without a lock that an interrupt could leave held: each line
-    that counts is one call in C, and threads look whether they may go on.
-
-    A backward inside of a forward (forces) cannot wait until the forwards of others end, which may want the same: it
-    waits until each is over or *parked*, before such a backward of its own.
+    that counts is one call in C, and threads look whether they may go on. A backward inside of a forward (forces)
+    cannot wait until the forwards of others end, which may want the same: it waits until each is over or *parked*,
+    before such a backward of its own.
     """
 
     def __init__(self) -> None:
@@ -266,10 +265,8 @@ def alone(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Sel
 
 
 class StepState:
-    """The state of one model's step, which everybody asks.
-
-    Plain attributes, for hooks look at them in every call. What belongs to a pass is changed under the lock of the
-    books, what belongs to the step by the training thread alone.
+    """The state of one model's step, which everybody asks. Plain attributes, for hooks look at them in every call. What
+    belongs to a pass is changed under the lock of the books, what belongs to the step by the training thread alone.
     """
 
     def __init__(self) -> None:

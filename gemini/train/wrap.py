@@ -70,14 +70,11 @@ def manage(
     structure: Structure | None = None,
     managed_class: Callable[[type[nn.Module]], type[nn.Module]],
 ) -> nn.Module:
-    """Make ``model`` a GeminiDDP model; if that fails, what it was before.
-
-    Args:
-        fill: for a model whose params hold no values yet.
-        of_stages: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
-        whole: what the model was when it was cut; without it the model is cut here where the mesh says so.
-        structure: of the model, if it was walked before.
-        managed_class: the class of a managed model that had the given one.
+    """Make ``model`` a GeminiDDP model; if that fails, what it was before. ``fill``: for a model whose params hold no
+    values yet. ``of_stages``: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
+    ``whole``: what the model was when it was cut; without it the model is cut here where the mesh says so.
+    ``structure``: of the model, if it was walked before. ``managed_class``: the class of a managed model that had the
+    given one.
     """
     changes, planned = Changes(), model
     try:

@@ -53,11 +53,10 @@ _AT_ONCE = 2**20
 
 
 class StoreHome(CheckpointHome):
-    """The model's durable store: what training has written to its slots already becomes a checkpoint.
-
-    Only what lives in memory, and has changed since the last commit, is put into slots of its own; then one record is
-    written. What the commit before names is not overwritten until all ranks have theirs, so that a run which is killed
-    anywhere goes on from this step or from the one before.
+    """The model's durable store: what training has written to its slots already becomes a checkpoint. Only what lives
+    in memory, and has changed since the last commit, is put into slots of its own; then one record is written. What the
+    commit before names is not overwritten until all ranks have theirs, so that a run which is killed anywhere goes on
+    from this step or from the one before.
 
     It may be made while updates of the step are in flight, ``pending`` by chunk. Changes of later steps wait for the
     record (``before_write`` of :mod:`gemini.train.checkpoint.write`), which is there long before their gradients are.
@@ -240,9 +239,7 @@ class SlotReader(TensorFile):
             page += count
 
     def _compare(self, plane: str, run: _PageRun) -> None:
-        """Read a run, and compare its sum if it has one. Raises StorageError if it cannot be read, or is not what was
-        written.
-        """
+        """Read a run and compare its sum, if any. Raises StorageError if it is unreadable or not what was written."""
         # Nothing was ever written there, and nothing is read.
         if run.slot == ZEROS:
             return

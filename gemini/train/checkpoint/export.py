@@ -189,10 +189,8 @@ def _places(folder: Any, forms: list[_Form]) -> list[torch.Tensor]:
 
 
 def promised_model_state(original: Any) -> dict[str, Any]:
-    """``state_dict`` with promises of exact masters (of frozen params: of what there is, in the compute dtype); no
-    update of the model may have broken off.
-
-    ``original`` is ``super()`` of the managed model.
+    """``state_dict`` (``original`` is the model's ``super()``) with promises of exact masters (of frozen params: of
+    what there is, in the compute dtype); no update of the model may have broken off.
     """
 
     def promise(handle: ParamHandle) -> torch.Tensor:

@@ -2,11 +2,10 @@
 
 ``manifest.json`` says what there is: params, step counts, optimizer groups, scheduler, RNGs, and for every file the
 CRC-32 of its header and of each piece of each tensor; a CRC-32 of its own guards it. What the checksums guard is what
-:func:`gemini.save_checkpoint` has written: nothing is looked at value by value. No pickle.
-
-The safetensors library writes a file from tensors that are whole in memory, which a checkpoint of a model that does not
-fit cannot be. The format is public and small (eight bytes of header length, a JSON header of dtypes, shapes and
-offsets, then the bytes), so files are written here in pieces, in any order, and opened by any safetensors reader.
+:func:`gemini.save_checkpoint` has written: nothing is looked at value by value. No pickle. The safetensors library
+writes a file from tensors that are whole in memory, which a checkpoint of a model that does not fit cannot be. The
+format is public and small (eight bytes of header length, a JSON header of dtypes, shapes and offsets, then the bytes),
+so files are written here in pieces, in any order, and opened by any safetensors reader.
 
 Groups, buffers, scheduler, RNGs and ``extra`` are *plain values*, made to JSON and back with tensors apart: numbers,
 strings, bytes, booleans, None, lists, tuples, dicts with any plain keys, and tensors of every dtype that is so many
@@ -83,9 +82,7 @@ class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in a file: elements ``[start, ...)`` of what is called ``of`` or of a slice of it, with the CRC-32 of
-    each piece.
-    """
+    """A tensor in a file: elements ``[start, ...)`` of ``of`` or of a slice of it, with the CRC-32 of each piece."""
 
     of: str
     start: int
@@ -147,9 +144,7 @@ class TensorSpec(NamedTuple):
 
 
 class TensorFileWriter:
-    """A safetensors file under way. It is on the disk after ``close``. Raises StorageError from every method, if the
-    disk is full or fails.
-    """
+    """A safetensors file, on the disk after ``close``. All methods raise StorageError if the disk is full or fails."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]):
         self.path = path
@@ -280,9 +275,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def check_target(final: Path, asked: str | os.PathLike[str]) -> None:
-    """Refuse to write over what is not a checkpoint, or where nothing can be written. Raises StorageError, saying
-    which.
-    """
+    """Refuse to write over what is no checkpoint, or where nothing can be written: StorageError says which."""
     with of_storage(f"cannot save a checkpoint as {final}"):
         check_renamable(final, asked)
         there = final.exists()

@@ -115,10 +115,7 @@ class _SavedRange(NamedTuple):
 
 
 class Reader:
-    """Masters and states of one checkpoint, for the ``sources`` of this rank.
-
-    ``started``: they are being overwritten.
-    """
+    """Masters and states of one checkpoint, for this rank's ``sources``. ``started``: they are being overwritten."""
 
     def __init__(
         self,

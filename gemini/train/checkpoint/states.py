@@ -164,11 +164,9 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
 
 
 class Rest:
-    """What a checkpoint holds besides masters and states.
-
-    What is of another model, optimizer or scheduler is refused in the making of it, which changes nothing, or by the
-    model and the scheduler in ``load_own``; ``put_back`` has nothing left to object to. Raises PlanMismatch saying what
-    is of another.
+    """What a checkpoint holds besides masters and states. What is of another model, optimizer or scheduler is refused
+    in the making of it (PlanMismatch, saying what), which changes nothing, or by the model and the scheduler in
+    ``load_own``; ``put_back`` has nothing left to object to.
     """
 
     def __init__(

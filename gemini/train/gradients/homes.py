@@ -29,9 +29,7 @@ _SUMS = PlaneSpec(GRAD, "float32")
 
 
 class GradientHomes:
-    """Which planes the gradients of one engine are in. Called by the training thread, or by the one that runs its
-    backward.
-    """
+    """Which planes the gradients of one engine are in. Called by the training thread, or by that of its backward."""
 
     def __init__(self, handles: list[ParamHandle], store: ChunkStore, *, working_set: int):
         """``working_set``: bytes of the computing tier that a step takes beside planes, which sums must leave free."""

@@ -197,9 +197,7 @@ class Scaling:
         return 1.0 / self.held.value
 
     def left_scaled(self, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
-        """The params whose gradients no optimizer uses, and so no scaler unscales: norms see them as they are, in
-        torch.
-        """
+        """Params whose gradients no optimizer uses, so no scaler unscales: norms see them as they are, in torch."""
         handles = list(handles)
         if not self.is_scaled:
             return []

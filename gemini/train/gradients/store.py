@@ -279,9 +279,7 @@ class GradientStore:
                 self.drain()
 
     def drain(self) -> None:
-        """Wait until every gradient has landed. Raises StorageError and whatever else kept one from it; what has landed
-        stays.
-        """
+        """Wait until every gradient has landed. Raises whatever kept one from it; what has landed stays."""
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
 
     def land_piece(
@@ -494,13 +492,10 @@ def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.S
 
 
 class GradientNorms:
-    """The norms of one model's gradients. All ranks that have a part in them ask together.
-
-    Args:
-        slices: among the ranks with slices of the same params.
-        stages: among those with the other stages of a pipeline.
-        copies: params that another stage counts.
-        knows_all: whether the norm of the whole model can be known; a model that the caller has cut tells no one.
+    """The norms of one model's gradients, which all ranks that have a part in them ask together. ``slices``: among the
+    ranks with slices of the same params. ``stages``: among those with the other stages of a pipeline. ``copies``:
+    params that another stage counts. ``knows_all``: whether the norm of the whole model can be known; a model that the
+    caller has cut tells no one.
     """
 
     def __init__(

@@ -116,10 +116,8 @@ def skeleton_from_pretrained(
 
 @contextlib.contextmanager
 def _on_meta_tensors() -> Iterator[list[StoredFiles]]:
-    """Within: transformers loads shapes instead of values; of what, is in the list then.
-
-    Raises:
-        GeminiError: if this version of transformers has no such steps.
+    """Within: transformers loads shapes instead of values; of what, is in the list then. Raises GeminiError if this
+    version of transformers has no such steps.
     """
     from transformers import modeling_utils
 
@@ -209,11 +207,8 @@ def _shapes(file: str) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _naming_files(path: Any) -> Iterator[None]:
-    """Name the folder that is not there and the file that is damaged, which errors of transformers do not.
-
-    Raises:
-        OSError: for a folder that is neither here nor on a hub.
-        StorageError: for a damaged file.
+    """Name the folder that is neither here nor on a hub (OSError) and the file that is damaged (StorageError), which
+    errors of transformers do not.
     """
     folder = Path(path).expanduser()
     try:
@@ -235,9 +230,8 @@ def _naming_files(path: Any) -> Iterator[None]:
 
 
 def _tie_equal(model: Any, file_of: dict[str, str], found: Any) -> None:
-    """Tie params of which a checkpoint has both, if they are equal, as transformers does.
-
-    It compares values, which meta tensors do not have; so the files are compared here. Unequal ones stay apart.
+    """Tie params of which a checkpoint has both, if they are equal, as transformers does. It compares values, which
+    meta tensors do not have; so the files are compared here. Unequal ones stay apart.
     """
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in found.missing_keys or source in found.missing_keys:

@@ -39,19 +39,13 @@ ROOM = 128 * 2**20
 
 
 class Skeleton(ABC):
-    """Made on every rank by itself; :meth:`manage` is for all of them together.
-
-    Attributes:
-        model: its params take no memory. After :meth:`manage` it is the managed model.
-    """
+    """Made on each rank by itself; :meth:`manage` is for all. Until then params of ``model`` take no memory."""
 
     model: Any
 
     def manage(self, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None) -> Any:
-        """Place the chunks, write the values to their homes; returns the model, managed.
-
-        Raises:
-            BudgetExceeded: before any value is read or drawn, if the budgets cannot hold the model.
+        """Place the chunks, write the values to their homes; returns the model, managed. Raises BudgetExceeded before
+        any value is read or drawn, if the budgets cannot hold the model.
         """
         return manage(self.model, config, process_group=process_group, mesh=mesh, fill=self.fill)
 
@@ -108,9 +102,7 @@ def generator_of_first(ranks: Ranks) -> Iterator[None]:
 
 
 def stand_in(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of NaN that takes no memory but for one element, its own: what a param that is away, or not there yet,
-    holds.
-    """
+    """A tensor of NaN whose only memory is one element: what a param that is away, or not there yet, holds."""
     # A generator runs on one thread at a time.
     with _lock:
         return next(_elements(dtype)).expand(shape)
@@ -157,10 +149,8 @@ class PagedParameter(nn.Parameter):
 
 
 class Away(ABC):
-    """Params that are away until somebody touches them; those that came first go again when others need the room.
-
-    Args:
-        shapes: the params, with the shapes that they show.
+    """Params that are away until somebody touches them, with the shapes that they show; those that came first go again
+    when others need the room.
     """
 
     def __init__(self, shapes: Mapping[nn.Parameter, torch.Size]):
@@ -219,11 +209,8 @@ class Away(ABC):
 
 
 class Pager(Away):
-    """The params of a model that has not adopted them yet.
-
-    Args:
-        homes: are written and read.
-        filled: names of the params whose values are at home already; the others start undefined.
+    """The params of a model that has not adopted them yet. ``homes`` are written and read; ``filled`` are those whose
+    values are at home already: the others start undefined.
     """
 
     def __init__(self, homes: ByName, filled: Collection[str] = ()):
@@ -311,13 +298,12 @@ def skeleton_from_config(hf_config: Any, *, model_class: Any = None, **kwargs: A
 
 
 class DrawnModel(Skeleton):
-    """The model that ``make`` builds and initializes, which is called twice, with the same random numbers.
-
-    First without memory for params (each becomes a meta tensor as soon as a module registers it): that tells the
-    layout, so homes can be placed and reserved. Then for real, where each param that a constructor registers is taken
-    over by a :class:`Pager`, which sends it home when others need the room and brings it back if a later initialization
-    touches it. Params are matched by the order of their registration, and checked by name at the end: what came about
-    in another way (a copied layer) is copied home then.
+    """The model that ``make`` builds and initializes, which is called twice, with the same random numbers. First
+    without memory for params (each becomes a meta tensor as soon as a module registers it): that tells the layout, so
+    homes can be placed and reserved. Then for real, where each param that a constructor registers is taken over by a
+    :class:`Pager`, which sends it home when others need the room and brings it back if a later initialization touches
+    it. Params are matched by the order of their registration, and checked by name at the end: what came about in
+    another way (a copied layer) is copied home then.
     """
 
     def __init__(self, make: Callable[[], nn.Module]):
@@ -437,10 +423,8 @@ def without_drawing() -> Iterator[None]:
 
 
 def class_of(hf_config: Any) -> Any:
-    """The model class of transformers that a config names.
-
-    Raises:
-        ValueError: if it names none that transformers has, and there is no causal language model for it.
+    """The model class of transformers that a config names. Raises ValueError if it names none that transformers has,
+    and there is no causal language model for it.
     """
     import transformers
 

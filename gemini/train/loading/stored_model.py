@@ -130,9 +130,8 @@ def noting_how(made: dict[str, Made], shapes: Mapping[str, torch.Tensor]) -> Ite
 
 @contextlib.contextmanager
 def reading_slices(metas: Mapping[str, torch.Tensor], readings: Mapping[str, SliceReading]) -> Iterator[None]:
-    """Within transformers reads for these params, of which ``metas`` has those it asks about, only what is here.
-
-    A version of transformers without that step reads all of them.
+    """Within transformers reads for these params, of which ``metas`` has those it asks about, only what is here. A
+    version of transformers without that step reads all of them.
     """
     from transformers import core_model_loading
 
@@ -195,10 +194,8 @@ class StoredModel(Skeleton):
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
     def adapt(self, adapt: Callable[[Any], Any]) -> None:
-        """Let a program change the model before it is placed: what ``adapt`` touches is read, and kept.
-
-        Raises:
-            TypeError: if what it returns is no model.
+        """Let a program change the model before it is placed: what ``adapt`` touches is read, and kept. Raises
+        TypeError if what it returns is no model.
         """
         self._is_adapted = True
         away = _ReadAtTouch(self, self._params, self._source.missing)

@@ -67,13 +67,11 @@ class CallRecord:
         return False
 
     def on_gradient(self, output: Any, begin: Callable[[torch.Tensor], None]) -> None:
-        """Call ``begin`` when the gradient of a result of this call arrives, for each tensor in what it gave.
-
-        What it was given and passes on (T5's position bias) is no result: its gradient arrives when this call's
-        backward is over, in the middle of that of the call which made it.
-
-        A write into a view (``h[mask] = 0``, and ``h`` of a linear layer is a view) leads its gradient around the view
-        to what it is a view of; so that is hooked as well, if it was made by this call and not given to it.
+        """Call ``begin`` when the gradient of a result of this call arrives, for each tensor in what it gave. What it
+        was given and passes on (T5's position bias) is no result: its gradient arrives when this call's backward is
+        over, in the middle of that of the call which made it. A write into a view (``h[mask] = 0``, and ``h`` of a
+        linear layer is a view) leads its gradient around the view to what it is a view of; so that is hooked as well,
+        if it was made by this call and not given to it.
         """
         for result in iter_tensors(output):
             if result.grad_fn is None or result.grad_fn._sequence_nr() < self.first_node:
@@ -154,7 +152,6 @@ class Calls:
 
     def end(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed, and calls inside it that had no end of their own.
-
         None if it never began (its own gathering failed).
         """
         stack = self.running.get(threading.get_ident(), [])
@@ -256,9 +253,8 @@ class Calls:
 
     def abandon(self, *, backward: bool = False) -> None:
         """Forget the forward of this thread, or a backward, that an exception ended without its hooks, and those of
-        threads that ended.
-
-        An interrupt may have come between pinning a chunk and noting it: whoever keeps the books looks at them next.
+        threads that ended. An interrupt may have come between pinning a chunk and noting it: whoever keeps the books
+        looks next.
         """
         self.unwind(0)
         # Pins of dead threads would stay for good, and a new thread may get the identifier of a dead one.

@@ -111,7 +111,6 @@ def hook_around(
     module: nn.Module, pre: Callable[..., None], post: Callable[..., Any], *, with_kwargs: bool = False
 ) -> list[Any]:
     """Call ``pre`` before all other hooks and ``post`` after them, on exceptions too; returns handles to remove them.
-
     ``pre(module, args)``, with ``with_kwargs`` ``pre(module, args, kwargs)``; ``post(module, args, output)``, output
     None after an exception. What ``post`` returns, if anything, takes the place of the output.
     """

@@ -72,9 +72,7 @@ def first_coded(model: nn.Module) -> str | None:
 
 
 def scales_in(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Find the tensors that belong to codes among named params, by names under those of the params: they are the
-    model's own, to be written in place.
-    """
+    """The tensors that belong to codes, by names under those of the params: the model's own, to be written in place."""
     return {
         f"{name}.{key}": tensor
         for name, param in named

@@ -102,7 +102,6 @@ class _Recomputed:
 
 class _Lazy(torch.Tensor):
     """A stand-in that checkpointing keeps of a weight which its recomputation saved: a shape to compare, no window.
-
     Where forward saved that weight without our hooks (it called another function than the recomputation does), the node
     gets this tensor itself: each operation on it gathers the weight.
     """
@@ -125,10 +124,9 @@ class _Lazy(torch.Tensor):
 
 
 class SavedWeights:
-    """The saved-tensor hooks of one model, and its count of who looks into windows.
-
-    torch's hooks are a stack of each thread. Packing runs on the thread of the forward and takes no lock; unpacking
-    runs on the thread of autograd that runs the node, and takes the lock of the books while it gathers.
+    """The saved-tensor hooks of one model, and its count of who looks into windows. torch's hooks are a stack of each
+    thread. Packing runs on the thread of the forward and takes no lock; unpacking runs on the thread of autograd that
+    runs the node, and takes the lock of the books while it gathers.
     """
 
     def __init__(self, manager: Manager, lock: AbstractContextManager[Any], observers: Observers):
@@ -216,7 +214,6 @@ class SavedWeights:
 
     def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> Callable[[torch.Tensor], Any]:
         """Make a hook that keeps views of windows as places, and leaves the rest to the hooks that are open around it.
-
         Checkpointing counts what is saved, now and in its recomputation: it is told of weights as well. Hooks of the
         program get them too, as what they are: they may keep them in another precision.
         """
@@ -290,9 +287,8 @@ class SavedWeights:
 
     @own_work
     def _gather(self, place: _Place) -> torch.Tensor:
-        """Make the view again. It lends the window to the node that asked, for as long as that has it.
-
-        Called on the thread that runs the node; takes the lock.
+        """Make the view again. It lends the window to the node that asked, for as long as that has it. Called on the
+        thread that runs the node; takes the lock.
         """
         if not self._manager:
             raise ParamAccessError(

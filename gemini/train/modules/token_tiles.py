@@ -167,10 +167,9 @@ class _KeptForBackward(torch.autograd.Function):
 def _checkpointed(
     of_tile: Callable[..., Any], rows: tuple[torch.Tensor, ...], parts: list[tuple[torch.Tensor, ...]]
 ) -> list[Any]:
-    """Compute ``rows`` in tiles, each a region of its own: one is recomputed, used and freed before the next.
-
-    All rows are kept before the first tile is computed, and tiles keep nothing. So a checkpointed block that ends with
-    them ends where they begin when it is computed again, for the last tensor that it has to keep is there.
+    """Compute ``rows`` in tiles, each a region of its own: one is recomputed, used and freed before the next. All rows
+    are kept before the first tile is computed, and tiles keep nothing. So a checkpointed block that ends with them ends
+    where they begin when it is computed again, for the last tensor that it has to keep is there.
     """
     node: Any = _KeptForBackward.apply(torch.empty(0, requires_grad=True), *rows).grad_fn  # type: ignore[no-untyped-call]
     sizes = [part.shape[0] for part in parts[0]]

@@ -109,9 +109,8 @@ def _past_of(optimizer: torch.optim.Optimizer, param: Any, rule: UpdateRule) -> 
 
 
 def give_back(optimizer: Any) -> None:
-    """Let a converted optimizer be what it was: its model is an ordinary one again. Its params start anew.
-
-    One that was made as an optimizer of Gemini stays one.
+    """Let a converted optimizer be what it was: its model is an ordinary one again. Its params start anew. One that was
+    made as an optimizer of Gemini stays one.
     """
     original = original_class(optimizer)
     if original is None:

@@ -272,9 +272,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         return states_of.read_state(handle)
 
     def owner(self) -> Owner | None:
-        """Find what manages the managed params, if there are any. Raises GeminiError for params that another optimizer
-        has taken over since.
-        """
+        """Find what manages the managed params, if any. Raises GeminiError if another optimizer has taken some over."""
         states_of.check_owned(self, self._handles())
         return self._owner()
 

@@ -52,10 +52,9 @@ REST = frozenset({RESIDUAL, RESIDUAL_OF, MASTER})
 
 
 class States(defaultdict):  # type: ignore[type-arg]
-    """``optimizer.state``: of plain params what it holds, of managed ones a look at their planes.
-
-    What takes the state of a managed param out of it (``clear``, ``pop``, ``del``, or ``{}`` in its place) lets that
-    param start anew, as in torch. ``len`` and iteration count states of plain params alone.
+    """``optimizer.state``: of plain params what it holds, of managed ones a look at their planes. What takes the state
+    of a managed param out of it (``clear``, ``pop``, ``del``, or ``{}`` in its place) lets that param start anew, as in
+    torch. ``len`` and iteration count states of plain params alone.
 
     False before the first step, as in torch. torch.distributed.checkpoint, which loads into states that are there,
     would make a step with gradients of zeros then. It finds states of zeros in its place, and ``listed`` says that
@@ -294,9 +293,8 @@ def _shown(handle: ParamHandle) -> list[PlaneKind]:
 
 
 def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.Tensor]:
-    """The states of one managed param, on the CPU; beside the step count only the one called ``name``, if given.
-
-    Compact ones are decoded: fp32, and a residual of int16.
+    """The states of one managed param, on the CPU, compact ones decoded (fp32, and a residual of int16); beside the
+    step count only the one called ``name``, if given.
     """
     owner_of(handle).state.check_masters("the state of an optimizer is read")
     by_names, rule, compact = owner_of(handle).by_names, owner_of(handle).stepping.rule, _compact_rule(handle)

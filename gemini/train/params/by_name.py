@@ -168,9 +168,8 @@ class ByName:
 
     def _write(self, chunk: Chunk, base: int, flat: torch.Tensor, lower: torch.Tensor | None) -> None:
         """Split flat masters, of elements from ``base`` on, into planes. ``lower``: the residual, or the fp32 master of
-        an fp16 param, if it is known.
-
-        Called inside `WHOLE` where there are masters: an interrupt between the two planes would leave halves of two.
+        an fp16 param, if known. Called inside `WHOLE` where there are masters: an interrupt between the two planes
+        would leave halves of two.
         """
         planes = chunk.planes
         flat = lower if lower is not None and RESIDUAL not in planes else flat
@@ -315,9 +314,8 @@ class ByName:
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
         """Make a param's gathered weights its master: written elements exactly, others keep their residual; a loaded
-        residual that waits for just these weights completes them.
-
-        ``before``: what the weights were, if they were changed in place.
+        residual that waits for just these weights completes them. ``before``: what the weights were, if they were
+        changed in place.
         """
         chunk, slot = handle.chunk, handle.slot
         if handle.param.data_ptr() != handle.view.data_ptr() or handle.param.dtype != chunk.flat.dtype:

@@ -20,10 +20,9 @@ from gemini.train.step import StepState
 
 
 class Exposure:
-    """Puts the guards of one model's params up and takes them away.
-
-    Called under the lock of the books, or where one thread computes (Recovery, the step); but not where a hook or a
-    stray read only waits for resident chunks (:meth:`catch_up`, :meth:`expose`).
+    """Puts the guards of one model's params up and takes them away. Called under the lock of the books, or where one
+    thread computes (Recovery, the step); but not where a hook or a stray read only waits for resident chunks
+    (:meth:`catch_up`, :meth:`expose`).
     """
 
     def __init__(self, params: ParamSet, store: ChunkStore, state: StepState):
@@ -48,10 +47,9 @@ class Exposure:
         self.written: list[ParamHandle] = []  # params that others have written to, which has yet to be refused
 
     def begin(self) -> None:
-        """Make ordinary what never moves, unless it is being updated: the model computes from now on.
-
-        With gradients off all updates are waited for. torch then has fused paths for whole layers, which look at the
-        class of every param in them and compute other bits where one is guarded.
+        """Make ordinary what never moves, unless it is being updated: the model computes from now on. With gradients
+        off all updates are waited for. torch then has fused paths for whole layers, which look at the class of every
+        param in them and compute other bits where one is guarded.
         """
         if self._updating and not torch.is_grad_enabled():
             for chunk in self._never_move.values():
@@ -110,9 +108,7 @@ class Exposure:
                 self._manager.drop([chunk])
 
     def withdraw(self, chunk: Chunk) -> None:
-        """Guard a resident chunk whose update begins during forward or backward: a later read of it (a recomputation)
-        waits for the update.
-        """
+        """Guard a resident chunk whose update begins during forward or backward: a later read waits for the update."""
         if chunk.resident and chunk.spec.index in self._exposed:
             self.hide(chunk)
             self.late.add(chunk.spec.index)
@@ -256,8 +252,6 @@ def undo_writes(handle: ParamHandle) -> None:
 
 
 def _is_cast(handle: ParamHandle) -> bool:
-    """Whether a param that was given other memory has the same values there: from ``module.to(dtype)``, or cuDNN, which
-    makes weights contiguous.
-    """
+    """Whether other memory of a param has the same values: from ``module.to(dtype)``, or cuDNN's contiguous weights."""
     given, view = handle.param.detach(), handle.view
     return given.shape == view.shape and given.device == view.device and torch.equal(given, view.to(given.dtype))

@@ -225,9 +225,8 @@ class View(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Values of a param outside of forward, as operations on them are given them and give them back.
-
-    States of optimizers (:mod:`gemini.train.optimizers.states`) are served by the same few methods.
+    """Values of a param outside of forward, as operations on them are given them and give them back. States of
+    optimizers (:mod:`gemini.train.optimizers.states`) are served by the same few methods.
     """
 
     handle: ParamHandle
@@ -272,9 +271,8 @@ class Shown(NamedTuple):
 
 class ReadLater(torch.Tensor):
     """``param.detach()`` and ``param.data`` of a managed param outside of forward, states of optimizers, and views of
-    these: values that are read at each use.
-
-    In torch they share memory with the param or the state: what is read later is what that is then, and so it is here.
+    these: values that are read at each use. In torch they share memory with the param or the state: what is read later
+    is what that is then, and so it is here.
     """
 
     _shown: Shown
@@ -414,12 +412,9 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
 def _read_copies(
     func: Callable[..., Any], args: Any, kwargs: Any, shown: dict[int, Shown], call: Callable[..., Any]
 ) -> Any:
-    """Run an operation outside of forward on copies; refuse what a copy would silently falsify.
-
-    A copy is a tensor of its own, so an update that begins meanwhile on a worker changes nothing of it.
-
-    ``shown``: what stands in the place of which argument (by ``id``). ``call`` runs ``func``. What is written to a copy
-    is written to what it is of.
+    """Run an operation outside of forward on copies; refuse what a copy would silently falsify. A copy is a tensor of
+    its own, so an update that begins meanwhile on a worker changes nothing of it. ``shown``: what stands in the place
+    of which argument (by ``id``). ``call`` runs ``func``. What is written to a copy is written to what it is of.
     """
     first = next(iter(shown.values())).of
     name = getattr(func, "__name__", str(func))

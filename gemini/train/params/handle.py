@@ -107,11 +107,9 @@ class WaitingResidual:
 
 @dataclass(eq=False, slots=True)
 class ParamHandle:
-    """All that is known of one param, reachable from it as ``param._gemini``.
-
-    Changed by the training thread, and inside backward by autograd's under the lock of the books. A worker fills
-    ``norm_sums`` of a gradient that it lands, which nobody reads before that is waited for
-    (``GradientStore.await_sums``), and takes them away where that fails.
+    """All that is known of one param, reachable from it as ``param._gemini``. Changed by the training thread, and
+    inside backward by autograd's under the lock of the books. A worker fills ``norm_sums`` of a gradient that it lands,
+    which nobody reads before that is waited for (``GradientStore.await_sums``), and takes them away where that fails.
     """
 
     name: str

@@ -26,9 +26,8 @@ from gemini.train.params.handle import ParamHandle, handle_of, original_class
 def model_state(
     original: Any, destination: Any, prefix: str, read: Callable[[ParamHandle], torch.Tensor]
 ) -> dict[str, Any]:
-    """Map names to full values. ``original`` is ``super()`` of the managed model, ``read`` gives those of a param.
-
-    On every rank alike: reading takes all of them, in the order of this walk.
+    """Map names to full values. ``original`` is ``super()`` of the managed model, ``read`` gives those of a param. On
+    every rank alike: reading takes all of them, in the order of this walk.
     """
     before = set(destination or ())
     state = original.state_dict(destination=destination, prefix=prefix, keep_vars=True)
@@ -62,9 +61,7 @@ def beside_params(model: nn.Module, by_names: ByName) -> dict[str, Any]:
 
 
 def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, Any]) -> None:
-    """Let the model take ``values``, what :func:`beside_params` gave, in its own way. Managed params stay as they
-    are.
-    """
+    """Let the model take what :func:`beside_params` gave, in its own way. Managed params stay as they are."""
     state = own_state(model)
     for name in [name for name, value in state.items() if not handle_of(value) and name not in by_names]:
         del state[name]
@@ -97,9 +94,8 @@ def own_state(model: nn.Module) -> dict[str, Any]:
 
 def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any], strict: bool) -> Any:
     """Let the model's own loader write, and torch's in it: buffers at once, params when it has nothing against them. So
-    a refused state changes nothing.
-
-    With several ranks each writes its part of every param, so all must load the same; a refusal on one is one on all.
+    a refused state changes nothing. With several ranks each writes its part of every param, so all must load the same;
+    a refusal on one is one on all.
     """
     expected: dict[str, Any] = {}
     result: Any = None

@@ -31,10 +31,9 @@ _NONE = -2
 
 
 class BackwardPass:
-    """Takes what autograd tells, and keeps account of gradients until they are used.
-
-    Hooks call it on the thread that runs the graph: on CUDA that is autograd's own thread of the device, while the
-    thread that called ``backward()`` waits. So everything here that changes the books takes ``parts.lock``.
+    """Takes what autograd tells, and keeps account of gradients until they are used. Hooks call it on the thread that
+    runs the graph: on CUDA that is autograd's own thread of the device, while the thread that called ``backward()``
+    waits. So everything here that changes the books takes ``parts.lock``.
     """
 
     def __init__(self, parts: Parts):
@@ -165,9 +164,8 @@ class BackwardPass:
         return partial(_take_grad, handle)
 
     def take_grad(self, handle: ParamHandle) -> None:
-        """Move ``param.grad`` into the chunk: the post-accumulate hook of every trained param.
-
-        Called on autograd's thread, once for each time that autograd accumulates; takes the lock.
+        """Move ``param.grad`` into the chunk: the post-accumulate hook of every trained param. Called on autograd's
+        thread, once for each time that autograd accumulates; takes the lock.
         """
         # Taken away at once: autograd would add the next gradient of this param to one that is still there. A guarded
         # param would warn of a read of p.grad without the switch.
@@ -330,9 +328,8 @@ class BackwardPass:
 
 
 class Recovery:
-    """Ends what an exception or Ctrl-C has left open in one model.
-
-    Takes no lock: what was interrupted may have left the books in any state, and no other thread may change them now.
+    """Ends what an exception or Ctrl-C has left open in one model. Takes no lock: what was interrupted may have left
+    the books in any state, and no other thread may change them now.
     """
 
     def __init__(self, parts: Parts, forward: ForwardPass, backward: BackwardPass):
@@ -341,10 +338,9 @@ class Recovery:
         self._activations, self._gradients, self._updates = parts.activations, parts.gradients, parts.updates
 
     def forget_interrupted(self) -> None:
-        """End what was under way, if anything is; nothing if a backward is running in this thread.
-
-        It also runs where all is in order (a second forward before the backward of the first), so each part of it
-        leaves alone what nobody has interrupted; and all of it waits for another time while other threads are at work.
+        """End what was under way, if anything is; nothing if a backward is running in this thread. It also runs where
+        all is in order (a second forward before the backward of the first), so each part of it leaves alone what nobody
+        has interrupted; and all of it waits for another time while other threads are at work.
         """
         state = self._state
         if (state.num_open or state.occupancy.is_part) and torch._C._current_graph_task_id() == -1:

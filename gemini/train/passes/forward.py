@@ -74,10 +74,9 @@ class Parts:
 
 
 class ForwardPass:
-    """Takes what hooks of modules tell, and serves params to others than their module, in a forward and at rest.
-
-    A model may be called from several threads, and on CUDA a recomputation comes on autograd's thread. What changes
-    the books takes ``parts.lock``; each thread has its own stack of calls. Graphs keep ``passes``, and no model.
+    """Takes what hooks of modules tell, and serves params to others than their module, in a forward and at rest. A
+    model may be called from several threads, and on CUDA a recomputation comes on autograd's thread. What changes the
+    books takes ``parts.lock``; each thread has its own stack of calls. Graphs keep ``passes``, and no model.
     """
 
     def __init__(self, parts: Parts, trained: TrainedParams, passes: weakref.ref[Any]):
@@ -304,9 +303,8 @@ class ForwardPass:
     # ---- a param that an operation reads outside its own module's forward ---------------------------------------
 
     def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-        """Run an operation that reads params outside their own module's forward, while the model computes.
-
-        The operation is a call of its own: its chunks are gathered for it, and again when the gradient of its result
+        """Run an operation that reads params outside their own module's forward, while the model computes. The
+        operation is a call of its own: its chunks are gathered for it, and again when the gradient of its result
         arrives. A result that is a view of the weights lends them to the call around it.
         """
         chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}

@@ -146,11 +146,9 @@ def _to_gather(params: tuple[nn.Parameter, ...]) -> Chunks:
 
 def _chunks_to_keep(structure: Structure, gathered: list[Chunks]) -> dict[int, Chunks]:
     """Find modules, by ``id``, that may keep gathered for all modules below them what these read: where one of them
-    reads all of it at once anyway, so that it takes no more room. Only the outermost of them; the root is none.
-
-    Not among ranks that gather in one order: their script lets go of chunks where the plan does.
-
-    ``gathered``: what each visit reads that has to be gathered.
+    reads all of it at once anyway, so that it takes no more room. Only the outermost of them; the root is none. Not
+    among ranks that gather in one order: their script lets go of chunks where the plan does. ``gathered``: what each
+    visit reads that has to be gathered.
     """
     visits = structure.visits
     own = [set(chunks) for chunks in gathered]
@@ -172,10 +170,9 @@ def _chunks_to_keep(structure: Structure, gathered: list[Chunks]) -> dict[int, C
 
 
 def _chunks_to_await(structure: Structure) -> dict[str, Chunks]:
-    """Find, by path of an entrance, the resident chunks whose updates it waits for before it computes.
-
-    A block waits for all that it holds; what is around blocks for what it reads itself. A param that is read elsewhere
-    is still guarded, and waits then.
+    """Find, by path of an entrance, the resident chunks whose updates it waits for before it computes. A block waits
+    for all that it holds; what is around blocks for what it reads itself. A param that is read elsewhere is still
+    guarded, and waits then.
     """
     found: dict[str, dict[int, Chunk]] = {}
     for path, _, params, *_ in structure.readers:
@@ -260,9 +257,8 @@ def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], residen
 
 
 def follow_compiled(model: nn.Module, passes: Passes) -> None:
-    """Hook the model anew: parts of it were compiled, or are no longer, and what is gathered when goes by that.
-
-    Called by the root's own hook, so the root's hooks, the first of the list, must stay.
+    """Hook the model anew: parts of it were compiled, or are no longer, and what is gathered when goes by that. Called
+    by the root's own hook, so the root's hooks, the first of the list, must stay.
     """
     # Updates in flight are awaited by the hooks that go now.
     passes.drain()
@@ -277,10 +273,7 @@ def follow_compiled(model: nn.Module, passes: Passes) -> None:
 
 
 def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a method of ``model`` as its forward runs: params are ordinary.
-
-    Calls of the model inside, ``model(x)`` too, are parts of it.
-    """
+    """Run a method of ``model`` as its forward runs: params are ordinary. Calls of the model inside are parts of it."""
     # Put back as soon as forward has begun, so that calls of the model inside the method run its real forward.
     own = model.__dict__.get("forward")
 
@@ -328,9 +321,7 @@ def _pre(
 def _unless_inside(
     ref: weakref.ref[Passes], state: StepState, resident: Chunks, pre: Pre, post: Post
 ) -> tuple[Pre, Post]:
-    """Make the same hooks for where no weight ever moves: inside another module there is nothing to do but wait for
-    updates, and when those are over, nothing at all.
-    """
+    """Make the same hooks where no weight ever moves: inside another module they only wait for updates under way."""
 
     def pre_unless_inside(module: nn.Module, args: Any) -> None:
         # The outermost module itself is looked at: its end is what unsettles.

@@ -1,6 +1,4 @@
-"""What an optimizer asks of the model whose params it updates: gradients that are ready, their norm and scale, and the
-updates themselves.
-"""
+"""What an optimizer asks of its model: gradients that are ready, their norm and scale, and the updates themselves."""
 
 from __future__ import annotations
 
@@ -103,12 +101,11 @@ class Stepping:
     def clip_grad_norm(
         self, max_norm: float, handles: list[ParamHandle] | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """Total 2-norm of the gradients of ``handles`` (None: of all), unscaled, as it was before.
-
-        Nothing is scaled here. A coefficient is noted, for the whole model or beside each of the params, and the update
-        applies it as it reads the gradients. Where all of them were summed on a GPU, clipping the whole model leaves
-        both numbers there, and the host waits for neither; else it waits here for the sums of squares, once, and
-        ``optimizer.step()`` then knows them already.
+        """Total 2-norm of the gradients of ``handles`` (None: of all), unscaled, as it was before. Nothing is scaled
+        here. A coefficient is noted, for the whole model or beside each of the params, and the update applies it as it
+        reads the gradients. Where all of them were summed on a GPU, clipping the whole model leaves both numbers there,
+        and the host waits for neither; else it waits here for the sums of squares, once, and ``optimizer.step()`` then
+        knows them already.
         """
         self._recovery.forget_interrupted()
         if self._mode == "transient":
@@ -240,11 +237,10 @@ class Stepping:
         groups: list[dict[str, Any]],
         scalars: Callable[[Mapping[str, Any], int, float], Hashable],
     ) -> None:
-        """Update these params (``takes_step``), each of a group, by ``UpdateRule.scalars``, and end the step.
-
-        Gradients that are not finite are refused, and nothing was changed. Where they were summed and all of the update
-        is on a GPU, the GPU looks: it then leaves everything as it is, and the host is told before the next backward
-        takes its first gradient, or by whoever waits before.
+        """Update these params (``takes_step``), each of a group, by ``UpdateRule.scalars``, and end the step. Gradients
+        that are not finite are refused, and nothing was changed. Where they were summed and all of the update is on a
+        GPU, the GPU looks: it then leaves everything as it is, and the host is told before the next backward takes its
+        first gradient, or by whoever waits before.
         """
         is_scaled = self.scaling.is_scaled
         if is_scaled:

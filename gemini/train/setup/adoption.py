@@ -43,7 +43,6 @@ class Adoption:
 
     def take_all(self, *, filled: bool = False) -> None:
         """Move the params home one by one. If one cannot be moved, those that were are given back as they were.
-
         ``filled``: the homes hold the values already; such a model has nothing to go back to.
         """
         try:

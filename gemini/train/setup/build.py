@@ -66,10 +66,7 @@ def build(
     rule: UpdateRule,
     cuts: Mapping[int, TensorSlice] | None = None,
 ) -> Built:
-    """Lay out, place, reserve and allocate. The params still hold their own memory afterwards.
-
-    ``cuts``: by the id of a param, which slice it is.
-    """
+    """Lay out, place, reserve and allocate; params keep their memory. ``cuts``: by a param's id, which slice it is."""
     named = collect_params(structure)
     for optimizer in filter(None, [optimizer_of(n.param) for n in named]):
         refuse_other(optimizer.rule, rule)

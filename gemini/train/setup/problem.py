@@ -99,9 +99,7 @@ def prepare(
     cuts: Collection[int] | None = None,
 ) -> None:
     """See that all ranks have the same model and settings, and give them the weights and buffers of rank 0; before
-    anything is built.
-
-    ``filled``: the model has its values already; else whoever fills it sees that they are the same.
+    anything is built. ``filled``: the model has its values already; else whoever fills it sees that they are the same.
     ``cuts``: the ids of params that are slices.
     """
     if ranks.num_replicas > 1 and ranks.experts.size == 1 and config.gradients == "transient":
@@ -184,9 +182,8 @@ def _as_text(value: Any) -> str:
 
 def _measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks, beside: int) -> dict[Tier, int]:
     """Bytes per existing tier for this process: as declared, else what is free now times ``MARGIN``; of a shared budget
-    what other models leave, without ``beside`` bytes of the device that are nobody's.
-
-    Host memory and disk are a machine's: the ranks on it divide them. What is measured is what the poorest rank has.
+    what other models leave, without ``beside`` bytes of the device that are nobody's. Host memory and disk are a
+    machine's: the ranks on it divide them. What is measured is what the poorest rank has.
     """
     memory, free = config.memory, {Tier.CPU: available_bytes()}
     if device.tier is Tier.GPU:
@@ -273,9 +270,8 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
 
 
 class _Chooser:
-    """Chooses homes for one trace after the other, in budgets that are measured once: candidates can be compared.
-
-    It is made before anything is allocated, by all ranks together.
+    """Chooses homes for one trace after the other, in budgets that are measured once: candidates can be compared. It is
+    made before anything is allocated, by all ranks together.
     """
 
     def __init__(self, config: GeminiConfig, device: Device, ranks: Ranks):
@@ -428,11 +424,10 @@ def working_set(model: nn.Module, layout: Layout, precision: str) -> int:
 def structural_trace(
     model: nn.Module | Structure, precision: str, keep_fp32: KeepFp32 = "auto", *, target: str = "cpu"
 ) -> MemoryTrace:
-    """The moments of ``model`` as its modules are declared, forward and then backward in reverse.
-
-    A moment holds what one module reads, what the modules around it read, and, because a module that owns params may
-    read its leaf children's weights itself (``out_proj.weight`` in an attention module that calls a fused op), theirs.
-    So the largest set of chunks over the moments is the room that gathered weights need whatever forward does.
+    """The moments of ``model`` as its modules are declared, forward and then backward in reverse. A moment holds what
+    one module reads, what the modules around it read, and, because a module that owns params may read its leaf
+    children's weights itself (``out_proj.weight`` in an attention module that calls a fused op), theirs. So the largest
+    set of chunks over the moments is the room that gathered weights need whatever forward does.
     """
     structure = structure_of(model)
     return trace_of(structure, precision, kept_in_fp32(structure, precision, keep_fp32), target=target)

@@ -1,6 +1,4 @@
-"""What a model must be like for Gemini to manage it: what cannot be is refused, with the place and the remedy, before
-anything of it changes.
-"""
+"""What a model must be like for Gemini to manage it; any other is refused, with the remedy, before anything changes."""
 
 from __future__ import annotations
 

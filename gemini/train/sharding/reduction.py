@@ -62,11 +62,8 @@ class _Landing(NamedTuple):
 
 
 class Reduction(StepSync):
-    """The gradients of a model that is shared with other ranks.
-
-    Args:
-        dtype: in which they are added up, unless their params stay in fp32.
-        room: bytes of the computing tier for whole gradients.
+    """The gradients of a model that is shared with other ranks. ``dtype``: in which they are added up, unless their
+    params stay in fp32. ``room``: bytes of the computing tier for whole gradients.
     """
 
     divides = True

@@ -87,11 +87,8 @@ class Channel:
         self, chunk: Chunk, whole: torch.Tensor | None, senders: Mapping[int, torch.dtype], *, is_launched: bool = False
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
         """This rank's section of the sum over ranks, piece by piece: ``(start, stop, sum)``, a piece for the moment.
-
-        Args:
-            whole: this rank's gradient of the whole chunk, None if it has none.
-            senders: the ranks that have one, and its dtype there.
-            is_launched: whether :meth:`launch_reduce` was called.
+        ``whole``: this rank's gradient of the whole chunk, None if it has none. ``senders``: the ranks that have one,
+        and its dtype there. ``is_launched``: whether :meth:`launch_reduce` was called.
         """
         # A rank without any of these gradients sends nothing, and the sum has no term of it.
         own = whole if self.wire.rank in senders else None
@@ -237,9 +234,8 @@ class ScriptedStep:
 
     def gather(self, chunk: Chunk, *, again: bool = False) -> Launch | None:
         """Begin to gather the weights of a chunk into its window: the end of that. None if it is not its turn, or
-        nothing comes of it because a rank has parted.
-
-        ``again``: the window holds them already, and others want what this rank has.
+        nothing comes of it because a rank has parted. ``again``: the window holds them already, and others want what
+        this rank has.
         """
         with self._turn:
             following = self.next_gather()

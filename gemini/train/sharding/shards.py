@@ -66,10 +66,8 @@ class Company:
         words: str = "values",
     ) -> None:
         """Wait until all ranks of the model stand at ``point``, serving those that do not yet; then go on together, or
-        not at all: see :func:`gemini.ranks.agree.agree`.
-
-        Args:
-            among: who must agree, if more than those with the same params.
+        not at all: see :func:`gemini.ranks.agree.agree`. ``among``: who must agree, if more than those with the same
+        params.
         """
         everyone, among = self.ranks.everyone, among or self.ranks.everyone
 
@@ -108,12 +106,8 @@ class Company:
 
 
 class Shards(Company):
-    """The company of a rank that shares its params with others.
-
-    Args:
-        exchange: bytes of host memory for pieces on the wire.
-        kinds: of planes.
-        follows: whether steps may follow a script.
+    """The company of a rank that shares its params with others. ``exchange``: bytes of host memory for pieces on the
+    wire. ``kinds``: of planes. ``follows``: whether steps may follow a script.
     """
 
     in_order = True
@@ -234,11 +228,8 @@ class Shards(Company):
 
     def reach(self, request: Request) -> list[Request]:
         """Wait, serving other ranks, until ``request`` is done or all ranks stand at its point; what all want then. A
-        script is left first. No worker may come here: the training thread may be asking for something else.
-
-        Raises:
-            RankMismatch: on every rank, if the requests can never meet.
-            RankLost: if a rank died or does not answer.
+        script is left first. No worker may come here: the training thread may be asking for something else. Raises
+        RankMismatch, on every rank, if the requests can never meet; RankLost if a rank died or does not answer.
         """
         self.finish()
         chosen = None

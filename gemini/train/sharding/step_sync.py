@@ -68,11 +68,7 @@ def facts_of_step(
 
 
 class StepSync(GradientSink):
-    """The step under way, as far as the ranks of one model have told each other of it.
-
-    Args:
-        into: the sink of one process, of which this takes the parts.
-    """
+    """The step under way, as far as the ranks of a model have told each other; has the parts of the sink ``into``."""
 
     def __init__(self, shards: Shards, into: GradientSink):
         of = into.params, into.store, into.state, into.updates, into.gradients, into.scaling

@@ -39,9 +39,7 @@ DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD = range(4)
 
 
 class ExpertExchange:
-    """The exchange among the ranks that have the experts of the modules with these ``names``; one of them has at most
-    ``most`` over all ranks.
-    """
+    """The exchange among ranks that have the experts of the modules ``names``, at most ``most`` of one on all ranks."""
 
     def __init__(self, wire: Wire, names: Sequence[str], most: int):
         self.wire, self._names, self._most = wire, names, most
@@ -101,12 +99,9 @@ class _SwapRows(torch.autograd.Function):
 def dispatched_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """``forward`` of a module that has some of the experts of its layer; a method.
-
-    Args:
-        hidden_states: of this rank's tokens, (tokens, hidden size). What all experts make of them is the result.
-        top_k_index: the experts of each token by their numbers in the whole layer, (tokens, k).
-        top_k_weights: what each of these counts, (tokens, k).
+    """``forward`` of a module that has some of its layer's experts; a method. ``hidden_states``: of this rank's tokens,
+    (tokens, hidden size): what all experts make of them is the result. ``top_k_index``: each token's experts by their
+    numbers in the whole layer, (tokens, k); ``top_k_weights``: what each of these counts, (tokens, k).
     """
     exchange: ExpertExchange
     exchange, layer = self.__dict__["_gemini_experts"]
@@ -166,11 +161,8 @@ class SpreadExperts(WholeParams):
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool) -> SpreadExperts | None:
     """Leave this rank's experts, in place; None without ``ep``. ``is_filled``: the model has its values; else it is the
-    same on every rank.
-
-    Raises:
-        ValueError: for a model without experts, adapters of experts, and sizes that do not divide; nothing is changed.
-        RankMismatch: on every rank, if ranks of ``ep`` have other weights.
+    same on every rank. Raises ValueError for a model without experts, adapters of experts, and sizes that do not
+    divide: nothing is changed; RankMismatch, on every rank, if ranks of ``ep`` have other weights.
     """
     size = 1 if mesh is None else size_of(mesh, "ep")
     if mesh is None or size == 1:

@@ -151,9 +151,7 @@ class WholeParams:
         return {id(named[name]): cut for name, cut in self.params.items() if name in named}
 
     def put_on(self, model: nn.Module, ranks: Ranks | None = None) -> None:
-        """Let the modules of ``model``, this one or one built alike, compute with what is here; until
-        :meth:`take_away`.
-        """
+        """Until :meth:`take_away`, modules of ``model`` (this one or one built alike) compute with what is here."""
         raise NotImplementedError
 
     def give_back(self) -> None:
@@ -266,9 +264,7 @@ def cut_whole(
 
 
 def imagine_slices(model: nn.Module, size: int, sent: Counter[str]) -> None:
-    """Let a model without values compute the first of ``size`` slices, to be traced (:class:`ImaginedSlices`). Raises
-    as :func:`slice_tensors`.
-    """
+    """Let a model without values compute the first of ``size`` slices, for tracing. Raises as :func:`slice_tensors`."""
     sliced = _cut_params(model, ImaginedSlices(size, sent))
     sliced.keep()
     sliced.put_on(model)
@@ -305,7 +301,6 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
 
 def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel | None:
     """Cut a model that is to be managed over ``mesh``: None if it has been cut by hand, or need not be cut.
-
     ``is_filled``: it has its values; else it is whole, and the same on every rank. Raises as :func:`slice_tensors`.
     """
     size = 1 if mesh is None else size_of(mesh, "tp")
@@ -357,9 +352,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
 
 
 def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The plan with the names of this model's modules and params in place of patterns. Raises ValueError for styles
-    that mean nothing here.
-    """
+    """The plan, with names of modules and params in place of patterns. Raises ValueError for styles unknown here."""
     unknown = {style for style in plan.values() if parts_of(style)[0] not in STYLES}
     if unknown:
         raise ValueError(f"tensor parallel by style {sorted(unknown)[0]!r}: known are {', '.join(STYLES)}")

@@ -73,9 +73,7 @@ class Slices:
         return _Through.apply(value, _as_it_is, self._add_up_gradient)  # type: ignore[no-any-return]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of the slices' values, whose gradient all slices know. Raises RankLost if another rank does not
-        answer; so do the others.
-        """
+        """The sum of the slices' values, whose gradient all slices know. All raise RankLost if one does not answer."""
         return _Through.apply(value, self._add_up, _as_it_is)  # type: ignore[no-any-return]
 
     def join(self, value: torch.Tensor) -> torch.Tensor:

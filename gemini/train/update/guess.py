@@ -41,14 +41,9 @@ _WAITING = 0.1  # of a step's time: so much must be waiting for updates before a
 
 
 class Guess:
-    """A guess of one chunk's update, between the thread that trains and the one that updates.
-
-    Args:
-        asked: the scalars of its params (:func:`_asked_for`).
-        pairs: the slots of what it writes to a durable store.
-        planes: what else it writes, by kind.
-        ledger: has the memory of its copies.
-        in_sight: whether modules read the weights in place.
+    """A guess of one chunk's update, between the thread that trains and the one that updates. ``asked``: the scalars of
+    its params (:func:`_asked_for`). ``pairs``: the slots of what it writes to a durable store; ``planes``: what else it
+    writes, by kind. ``ledger``: has the memory of its copies. ``in_sight``: whether modules read the weights in place.
     """
 
     def __init__(
@@ -89,9 +84,8 @@ class Guess:
     # ---- on the thread that updates -----------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Whether the update is to be made, asked when nothing of the chunk has changed.
-
-        Not if its slots are taken: by what was committed, and by what has been trained since.
+        """Whether the update is to be made, asked when nothing of the chunk has changed. Not if its slots are taken: by
+        what was committed, and by what has been trained since.
         """
         with self._lock:
             if not (self.is_kept or self.is_dropped):

@@ -208,9 +208,7 @@ class Tile:
             self._update_spans(several, arrays)
 
     def _calls(self) -> list[tuple[list[UpdateSpan], rules.Arrays]]:
-        """The spans of each call, and its arrays: on a device one call where all gradients are in the grad plane; else
-        one for each span.
-        """
+        """Spans and arrays of each call: on a device one if all gradients are in the grad plane; else one per span."""
         at_once = GRAD in self._views and self.path in (Path.ON_DEVICE, Path.STREAMED)
         calls = [self._spans] if at_once else [[span] for span in self._spans]
         return [(several, self._arrays(several)) for several in calls]
@@ -295,9 +293,7 @@ class Tile:
         return self._set().areas(planes, self._last - self._first)
 
     def _grad_of(self, span: UpdateSpan) -> torch.Tensor:
-        """The part of a gradient that autograd left which a span covers. Both count from the param's own part of the
-        chunk.
-        """
+        """The part of a gradient, left by autograd, that a span covers. Both count from the param's part of a chunk."""
         handle, grad = self.params[span.number].handle, self.params[span.number].grad
         assert grad is not None
         return grad[span.start - handle.part.start : span.stop - handle.part.start]
@@ -423,10 +419,9 @@ def cut(update: ChunkUpdate, tile: int) -> Iterator[Part]:
 
 def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> Iterator[UpdateSpan]:
     """The spans of ``[first, last)``: neighbours that are updated alike go together, the padding between them included,
-    if the rule does not ask where they stand. ``numbers``: of the params that are touched, as they stand.
-
-    Padding goes through the update like everything else and nobody ever reads what becomes of it; a few long calls keep
-    the kernel's threads busy where many short ones would wake them in vain.
+    if the rule does not ask where they stand. ``numbers``: of the params that are touched, as they stand. Padding is
+    updated like everything else and nobody ever reads it; a few long calls keep the kernel's threads busy where many
+    short ones would wake them in vain.
     """
     merges, params, align = update.rule.spec.needs == "elements", update.params, update.chunk.spec.align
     runs: list[list[int]] = []
@@ -506,9 +501,7 @@ class StreamedTile(Tile):
 def streamed_tiles(
     mover: Mover, update: ChunkUpdate, tile: int, ready: Event, slot: StagingSet | None = None
 ) -> Iterator[StreamedTile]:
-    """The tiles of a streamed update, in order; through ``slot``, if it is the only one: then each is finished before
-    the next is asked for.
-    """
+    """The tiles of a streamed update, in order; with one ``slot``, each is finished before the next is asked for."""
     for part in cut(update, tile):
         found = StreamedTile(mover, update, part, ready=ready)
         found.staging = slot

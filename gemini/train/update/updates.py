@@ -199,10 +199,9 @@ class Updates:
             raise
 
     def _can_overlap(self, update: ChunkUpdate) -> bool:
-        """Whether the update can run on a worker: it has staging if it needs some, else there is a spare core.
-
-        Where every plane stands on the device, the update is one more thing that it computes. What is streamed always
-        goes through the worker, whose slots on the device are all there are.
+        """Whether the update can run on a worker: it has staging if it needs some, else there is a spare core. Where
+        every plane stands on the device, the update is one more thing that it computes. What is streamed always goes
+        through the worker, whose slots on the device are all there are.
         """
         if self._worker is None:
             return False
@@ -246,7 +245,6 @@ class Updates:
 
     def complete(self, chunk: Chunk, *, now: bool = False, stop: torch.Tensor | None = None) -> None:
         """Every gradient of the chunk that will come has come: update what was collected; ``now``: before returning.
-
         ``stop``: a flag on the device that stops the update there, if it runs there; for landed gradients.
         """
         params = self.collected.pop(chunk.spec.index, [])
@@ -342,17 +340,13 @@ class Updates:
     # ---- waiting ------------------------------------------------------------------------------------------------
 
     def wait(self, chunk: Chunk) -> None:
-        """Wait until the chunk's update is over; one that is only guessed is undone. Raises StorageError and whatever
-        else broke an update off.
-        """
+        """Wait until the chunk's update is over; one that is only guessed is undone. Raises whatever broke it off."""
         job = self.pending.get(chunk.spec.index)
         if job is not None:
             self._await(job)
 
     def drain(self) -> None:
-        """Wait until no update is in flight, and every gradient that was used in backward has been looked at. What is
-        only guessed is undone.
-        """
+        """Wait until no update is in flight, all gradients used in backward were looked at, and guesses are undone."""
         # All at once: one by one the others would be worked on in vain.
         self.drop_guesses()
         while self.pending:
@@ -434,9 +428,7 @@ class Updates:
         job.chunk.update = None
 
     def _undo(self, job: UpdateJob) -> None:
-        """Undo a guess that was dropped, and is over; nothing is done for any other update. Raises StorageError if the
-        spill file cannot take back what it had.
-        """
+        """Undo a guess that was dropped and is over, and nothing else. Raises StorageError if the spill file fails."""
         if job.guess.is_dropped:
             try:
                 with WHOLE:
@@ -517,9 +509,7 @@ class DeferredFiniteChecks:
         return self._flag([param.handle for param in update.params], [kernels.sum_squares(grad) for grad in grads])
 
     def stop_for_landed(self, chunk: Chunk, handles: list[ParamHandle]) -> torch.Tensor | None:
-        """The flag that stops an update from the chunk's plane, from the sums that its gradients came with; None if it
-        is for the host.
-        """
+        """The flag that stops an update from the chunk's plane, by its gradients' sums; None if the host looks."""
         sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
         return self._flag(handles, sums) if self._is_on_device([chunk]) else None
 

@@ -35,15 +35,11 @@ if TYPE_CHECKING:
 
 
 class UpdateJob(Transfer, PendingUpdate):
-    """The update of one chunk. Made and settled by the training thread; all else happens on the worker's.
-
-    Args:
-        urgency: when the chunk is needed next; the smallest goes first.
-        moved: the step that its bytes count for.
-        threads: that share one call of the kernel.
-        ready: what the computing device was given when this was handed over is done; its gradients are there then.
-        observers: told before anything of the chunk changes.
-        guess: whether it is wanted, which one that begins inside backward may not know yet.
+    """The update of one chunk. Made and settled by the training thread; all else happens on the worker's. ``urgency``:
+    when the chunk is needed next; the smallest goes first. ``moved``: the step that its bytes count for. ``threads``:
+    that share one call of the kernel. ``ready``: what the computing device was given when this was handed over is done;
+    its gradients are there then. ``observers``: told before anything of the chunk changes. ``guess``: whether it is
+    wanted, which one that begins inside backward may not know yet.
     """
 
     def __init__(
@@ -213,9 +209,8 @@ class UpdateWorker(JobThread):
             self._tiles = None
 
     def _pop(self) -> Job:
-        """Take the most urgent of the jobs whose gradients are there; else the one that was handed over first.
-
-        Whoever launches is far ahead of a device: the update that is needed first may have gradients that come last.
+        """Take the most urgent of the jobs whose gradients are there; else the one that was handed over first. Whoever
+        launches is far ahead of a device: the update that is needed first may have gradients that come last.
         """
         by_urgency = sorted(self._waiting)
         there = (entry for entry in by_urgency if isinstance(entry[2], UpdateJob) and entry[2].is_there)
