@@ -1,7 +1,5 @@
-"""Who holds how many bytes of each tier now: the ledger.
-
-It is the budget promise of the whole project in one place: it is asked *before* anything is allocated, refuses
-what does not fit, and gives everything back. It knows no torch and moves no bytes.
+"""Who holds how many bytes of each tier now: the ledger. It is asked *before* anything is allocated, refuses what does
+not fit, and gives everything back. It knows no torch and moves no bytes.
 
     used = sum over holders of held bytes <= budget,   peak = the largest used so far            (checked, not hoped)
 

@@ -103,9 +103,7 @@ def words_of(rows: Any) -> str:
 
 
 class CountsRows:
-    """Put before a trainer of TRL's that tokenizes rows beforehand: ``told`` says of each dataset what is cut or left
-    out.
-    """
+    """Put before a trainer of TRL's that tokenizes rows: ``told`` says of each dataset what is cut or left out."""
 
     told: tuple[str, ...] = ()
 
@@ -305,10 +303,9 @@ _ANSWER = b"\nStopping after this step, then saving. Once more stops at once, an
 
 
 class Stop(TrainerCallback):
-    """One wish to stop for all ranks: each tells the others after a step, and all save and end at the same one.
-
-    Within its ``with`` block the first SIGINT or SIGTERM is such a wish (``wanted``), and is answered on stderr by the
-    first rank; the second one takes effect as ever. ``heeded``: whether the run was ended by one.
+    """One wish to stop for all ranks: each tells the others after a step, and all save and end at the same one. In its
+    ``with`` block the first SIGINT or SIGTERM is one (``wanted``), answered on stderr by the first rank; the second one
+    takes effect as ever. ``heeded``: whether the run was ended by one.
     """
 
     def __init__(self, wire: Wire, console: Console) -> None:

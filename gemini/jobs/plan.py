@@ -1,7 +1,5 @@
-"""``gemini plan``: from a config, sizes and perhaps a machine to one answer. Does it fit, how fast, what to change?
-
-Of a model that ranks share as params alone; or over a mesh, where the step of each stage is planned with slices and
-parts of sequences, and the best mesh may be looked for.
+"""``gemini plan``: from a config, sizes and perhaps a machine to one answer: does it fit, how fast, what to change? Of
+a model that ranks share as params alone, or over a mesh, where stages are planned with slices and parts of sequences.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The training jobs: a trainer of TRL's on a model that Gemini manages, in the memory that it was given.
-
-Everything that can be refused is refused before the first step, the cheap checks first; the model is read straight into
-its tiers. Under torchrun every process makes the same run; each takes its part of every batch. Rank 0 prints, writes,
-and chooses where to go on.
+"""The training jobs: a trainer of TRL's on a model that Gemini manages, in the memory that it was given. All that can
+be refused is refused before the first step, the cheap checks first. Under torchrun every process makes the same run and
+takes its part of every batch; rank 0 prints, writes, and chooses where to go on.
 """
 
 from __future__ import annotations

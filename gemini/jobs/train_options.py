@@ -1,6 +1,4 @@
-"""The options of ``gemini sft``, ``dpo``, ``kto``, ``reward``, ``grpo`` and ``rloo``: TRL's, read by TRL's own parser
-from the command line and from YAML, and Gemini's beside them.
-"""
+"""The options of ``gemini sft`` and its like: TRL's, read by its parser (from YAML too), and Gemini's beside them."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ class Options(NamedTuple):
 
 
 class Parser(Refusing, _TrlParser):
-    """TRL's for a ``kind`` ("sft", "dpo", ...), which keeps apart what was ``said`` from defaults; ``values`` has every
-    option once words are read.
-    """
+    """TRL's for a ``kind`` ("sft", ...), which keeps apart what was ``said``; ``values``: every option, once read."""
 
     values: Namespace
 

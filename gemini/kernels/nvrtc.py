@@ -1,8 +1,6 @@
 """The CUDA kernels of csrc/cuda, compiled by NVRTC, which comes with torch, for the card that is there: without nvcc.
-
-A kernel is compiled when it is first launched and kept in a folder of the user's (``GEMINI_CACHE``, else
-``~/.cache/gemini``), one file each, with a checksum, whose name says the text, the kernel, the architecture and the
-compiler. What cannot be read is compiled again, and where nothing can be written every process compiles.
+Each is compiled when first launched, and kept as a file with a checksum (``GEMINI_CACHE``, else ``~/.cache/gemini``)
+whose name says text, kernel, architecture and compiler. What cannot be read or written is compiled again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Measures this machine in seconds: the figures of ``gemini.planning.hardware``, by the code that training itself runs.
-
-Matrix products and small operations by torch, Adam by our kernel tile by tile, the drive by a spill file with the
-requests of an update. Every figure is a median, and says when and how it was measured, and its spread where that is
-large. Buffers are larger than the caches, so that memory is measured and not them. For ``gemini doctor --measure``.
+Every figure is a median, and says when and how it was measured, and its spread where that is large. Buffers are larger
+than the caches, so that memory is measured and not them. For ``gemini doctor --measure``.
 """
 
 from __future__ import annotations
@@ -64,9 +62,7 @@ class Sizes:
 
 
 def measure(nvme_path: Path | None = None, sizes: Sizes | None = None) -> Figures:
-    """Every figure that this machine has, as it is measured. Raises StorageError if ``nvme_path`` cannot hold a spill
-    file; nothing stays behind in it, whatever ends this.
-    """
+    """Every figure of this machine, as it is measured; StorageError if ``nvme_path`` cannot hold a spill file."""
     sizes = sizes or Sizes()
     yield from measure_host(sizes)
     if torch.cuda.is_available():
@@ -167,9 +163,7 @@ def _adam(
 
 
 def _contention(product: Callable[[], object], update: Callable[[], None], num_threads: int, sizes: Sizes) -> Figure:
-    """How many times as long products on torch's threads and updates on the others take together as each alone: they
-    share caches, memory, and what the processor's cores share.
-    """
+    """How many times as long products and updates beside each other, which share caches and memory, take as alone."""
 
     def rate(work: Callable[[], object], seconds: float) -> float:
         begin, count = time.perf_counter(), 0

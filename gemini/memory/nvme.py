@@ -1,8 +1,6 @@
 """Tiers that keep files: one preallocated, nameless spill file per tier and process, read and written in whole pages.
-
-No death of the process leaves the file behind (``O_TMPFILE``, or unlinked at once), every byte is preallocated (a full
-disk is an error at construction, not in the middle of a step), and every failure is a :class:`StorageError` that says
-what to do.
+No death of the process leaves it behind (``O_TMPFILE``, or unlinked at once), a full disk is an error at construction,
+not in the middle of a step, and every failure is a :class:`StorageError` that says what to do.
 """
 
 from __future__ import annotations

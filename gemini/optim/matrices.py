@@ -1,6 +1,5 @@
-"""Update rules that see a whole matrix at once: Muon, with AdamW for what is no hidden matrix, and AdaLomo.
-
-Tiles of such a rule are whole params, so what passes through staging is as large as the largest of them.
+"""Update rules that see a whole matrix at once: Muon, with AdamW for what is no hidden matrix, and AdaLomo. Their tiles
+are whole params, so what passes through staging is as large as the largest of them.
 """
 
 from __future__ import annotations

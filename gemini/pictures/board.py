@@ -1,8 +1,6 @@
-"""A step as a file, whose suffix says as what: a picture, a page with the numbers and the picture, or a trace.
-
-The picture has for each tier what it holds over time, below it what comes and goes, then the tracks. One timeline is
-one column, two stand beside each other with the same scales. Layout is arithmetic in inches, so that nothing overlaps
-at any size. matplotlib is optional and imported when it is used.
+"""A step as a file, whose suffix says as what: a picture, a page with the numbers and the picture, or a trace. Two
+timelines stand beside each other with the same scales. Layout is arithmetic in inches, so that nothing overlaps at any
+size. matplotlib is optional and imported when it is used.
 """
 
 from __future__ import annotations

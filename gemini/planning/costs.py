@@ -258,12 +258,10 @@ class Costs:
         return Cost(seconds, {GPU: 1.0} if seconds else {})
 
     def update(self, problem: Problem, index: int, tier: Tier) -> Cost:
-        """One update of a chunk on ``tier``: every plane is read, and all but the gradient are written.
-
-        The figures ``update_cpu`` and ``update_gpu`` are for Adam in bf16 with a split master; other formats and rules
-        take time by their bytes, and on a CPU by their arithmetic, where that is more. A specified ``update_cpu`` is no
-        faster than host memory; a measured one is what it is. Without ``update_gpu`` an update takes what the GPU's
-        memory takes.
+        """One update of a chunk on ``tier``: every plane is read, and all but the gradient are written. The figures
+        ``update_cpu`` and ``update_gpu`` are for Adam in bf16 with a split master; other formats and rules take time by
+        their bytes, and on a CPU by their arithmetic, where that is more. A specified ``update_cpu`` is no faster than
+        host memory, a measured one is what it is. Without ``update_gpu`` the GPU's memory decides.
         """
         chunk = problem.layout.chunks[index]
         grad_bytes = chunk.numel // problem.layout.ranks * chunk.itemsize(problem.precision)

@@ -1,7 +1,5 @@
-"""JSON in and out for the values that people keep in files: traces, hardware, plans, timelines.
-
-A :class:`Document` is written and read as its fields are declared. Every file says what it is and in which version it
-was written, so that a file of another kind or version is refused in words and not by a KeyError somewhere inside.
+"""JSON in and out for the values that people keep in files, as their fields are declared. Every file says what it is
+and in which version, so that another kind or version is refused in words and not by a KeyError somewhere inside.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Which home for every plane costs a step least: an integer program over chunks, its few budgets and tracks.
-
-For every chunk: do all its planes live on the GPU (its update runs there and nothing moves), its weights alone, or are
-they fetched; is its update streamed from host memory through the GPU; do gathered weights stay between forward and
-backward; and which planes live on NVMe. The rows that couple chunks are the budgets of the tiers, so the linear
-relaxation is fractional in a handful of chunks only, and rounding it loses next to nothing. What a placement really
-costs is counted afterwards, from its moves.
+"""Which home for every plane costs a step least: an integer program over chunks, its few budgets and tracks. The rows
+that couple chunks are the budgets of the tiers, so the linear relaxation is fractional in a handful of chunks only, and
+rounding it loses next to nothing. What a placement really costs is counted afterwards, from its moves.
 """
 
 from __future__ import annotations

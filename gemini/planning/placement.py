@@ -1,8 +1,6 @@
-"""Which tier is home to each plane of each chunk: from a layout and budgets, integers all the way.
-
-Two policies make a :class:`Placement`: ``fill_fastest`` (the fastest tier first, in order of use; where the
-planner begins) and ``by_fractions`` (the field's usual knobs). Both end in ``check_fits``, which is where a model that
-cannot fit is refused: with the missing bytes and the cheapest change that would make it fit.
+"""Which tier is home to each plane of each chunk: from a layout and budgets, integers all the way. ``fill_fastest``
+(the fastest tier first) and ``by_fractions`` (the field's usual knobs) both end in ``check_fits``, which refuses a
+model that cannot fit: with the missing bytes and the cheapest change that would make it fit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The plan, a value: the planner makes it, ``GeminiDDP`` executes it, the simulator plays it, ``gemini plan`` prints
-it.
-"""
+"""The plan: made by the planner, executed by ``GeminiDDP``, played by the simulator, printed by ``gemini plan``."""
 
 from __future__ import annotations
 

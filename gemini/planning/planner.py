@@ -1,8 +1,6 @@
-"""From a trace, a machine and budgets to a plan. ``gemini plan`` and ``GeminiDDP(placement="auto")`` both come here.
-
-Candidates are made (the fastest tier first; the homes that cost least by an integer program) and played with moves made
-on demand; the one that costs a step least is the plan, with the moves that cost least. Whether a model fits is decided
-by the same arithmetic that the runtime reserves by.
+"""From a trace, a machine and budgets to a plan, for ``gemini plan`` and ``GeminiDDP(placement="auto")``: candidates
+are played with moves made on demand, and the one that costs a step least is the plan, with the moves that cost least.
+Whether a model fits is decided by the same arithmetic that the runtime reserves by.
 """
 
 from __future__ import annotations

@@ -265,9 +265,7 @@ what it leaves to the second one is what every later step finds.
 """
 
 SLOTS = 4
-"""Pieces of updates between their first read and their last write at once, as in the engine: one or two are read, one
-is updated, one is written.
-"""
+"""Pieces of updates under way at once, as in the engine: one or two are read, one is updated, one is written."""
 
 PIECES = 8
 """Into so many pieces at most an update that passes through staging is cut. (The engine's tiles are smaller.)"""

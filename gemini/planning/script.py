@@ -1,9 +1,6 @@
-"""The script of a step: in which order its ranks gather chunks and reduce gradients. A pure function of integers.
-
-Ranks that follow one script need not ask each other before every collective: each knows what the others do next. It is
-made from what every rank knows alike: what each moment needs, what the plan lets go before it, which chunks are there
-already, and in which moment the gradients of a chunk were complete when that was seen last. Its checksum says all of
-it, so ranks that say the same number mean the same step.
+"""The script of a step: in which order its ranks gather chunks and reduce gradients. A pure function of integers that
+every rank knows alike (what each moment needs, what the plan lets go before it, which chunks are there, when gradients
+were complete), so ranks need not ask each other before a collective. Equal checksums mean the same step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Which bytes cross which boundary when chunks are gathered, gradients land and updates run: closed forms.
-
-These are the forms of what the mover does, byte for byte (a test compares them with ``memory_report()["moved"]``), and
-the planner and the simulator count with them. What goes between the GPU and NVMe crosses host memory and counts on both
-boundaries. For one rank's part of a chunk; what ranks send each other is not in here.
+"""Which bytes cross which boundary when chunks are gathered, gradients land and updates run: closed forms of what the
+mover does, byte for byte (a test compares them with ``memory_report()["moved"]``), for one rank's part of a chunk. What
+goes between the GPU and NVMe counts on both boundaries; what ranks send each other is not in here.
 """
 
 from __future__ import annotations

@@ -73,9 +73,7 @@ class SavedInputs:
         return taken
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Runs for everything that is saved. What has a graph is detached: an output that held its own would be freed
-        by the garbage collector only.
-        """
+        """What has a graph is detached: an output that held its own would be freed by the garbage collector only."""
         meter = self._observer.meter
         if (
             tensor.numel() * tensor.element_size() < MIN_BYTES

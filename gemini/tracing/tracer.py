@@ -159,10 +159,9 @@ class _Recorder(Observer):
 
 
 def seconds_of_moments(step: ObservedStep, later: list[list[float]]) -> list[float]:
-    """Seconds of each moment of ``step``: medians over ``later`` runs of the same boundaries, else its own times.
-
-    What stands between two boundaries without an operation is counted to the moment before it. A boundary that only
-    counting notices (key None) does not divide the times of later runs: the first moment of the two gets them.
+    """Seconds of each moment of ``step``: medians over ``later`` runs of the same boundaries, else its own times. What
+    stands between boundaries without an operation counts to the moment before. A boundary that only counting notices
+    (key None) does not divide the times of later runs: the first moment of the two gets them.
     """
     seconds = [0.0] * len(step.moments)
     if not later:

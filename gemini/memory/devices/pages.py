@@ -58,11 +58,9 @@ def in_pages(num_bytes: int) -> int:
 
 
 class Pages:
-    """A range of ``num_bytes`` addresses, 2 MiB aligned; physical memory comes with the first touch.
-
-    The range lives as long as any tensor over it (torch keeps the exported buffer, the buffer keeps this object), so no
-    order of deletion can leave a tensor on unmapped memory. A forked child does not have the pages (``MADV_DONTFORK``)
-    and never unmaps.
+    """A range of ``num_bytes`` addresses, 2 MiB aligned; physical memory comes with the first touch. It lives as long
+    as any tensor over it (torch keeps the exported buffer, the buffer keeps this object), so no tensor is left on
+    unmapped memory. A forked child does not have the pages (``MADV_DONTFORK``) and never unmaps.
     """
 
     def __init__(self, num_bytes: int):
