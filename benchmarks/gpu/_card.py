@@ -18,6 +18,7 @@ import psutil
 import torch
 
 import gemini.testing  # noqa: E402, F401 - "standin" is a device then
+from gemini.memory.devices.cuda import prefer_expandable_segments  # noqa: E402
 from gemini.memory.devices.device import make_device  # noqa: E402
 
 HOST_SHARE = 0.86
@@ -31,6 +32,7 @@ class Card:
         self.device = device
         self.real = device == "cuda"
         self.torch = "cuda" if self.real else "cpu"
+        prefer_expandable_segments()  # before the card is asked for anything, for torch reads the setting once
         if self.real and not torch.cuda.is_available():
             raise SystemExit("torch sees no CUDA device; --device standin tries the script without one")
 
