@@ -1,5 +1,5 @@
 """What ``gemini plan`` asks of the rooms of planning: a machine; steps traced, placed and played; and ``--fastest``,
-the quickest step of so many tokens, by branch and bound: two traces give every way to make a step, and those that fit
+the quickest step of so many tokens, by branch and bound. Two traces give every way to make a step, and those that fit
 are played in the order of what they take at least, until none that is left can be quicker.
 """
 
