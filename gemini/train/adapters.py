@@ -24,6 +24,7 @@ from gemini.train.modules.reading import Structure, is_a, is_tuner_layer
 from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import handle_of, handles_of
 from gemini.train.params.state_dict import own_state
+from gemini.train.sharding.shards import Company
 from gemini.train.wrap import unmanage
 
 
@@ -63,19 +64,29 @@ class ManagedAdapters:
         is_main_process: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As in PEFT: an ordinary adapter directory, in the compute dtype. Of the base it reads embeddings and head
-        alone, or nothing (``save_embedding_layers=False``).
+        """As in PEFT: an ordinary adapter directory, in the compute dtype. Base weights are not read for it.
 
         With several ranks all of them call it with the same directory; the first one writes.
         """
-        company, by_names = engine_of(self).shards, engine_of(self).by_names
-        engine_of(self).state.check_whole()
+        company = engine_of(self).shards
         kwargs |= {
             "safe_serialization": safe_serialization,
             "selected_adapters": selected_adapters,
             "save_embedding_layers": save_embedding_layers,
             "is_main_process": is_main_process and company.ranks.everyone.rank == 0,
         }
+        # Prompt tuning calls its encoder to save what it gives.
+        if not company.ranks.shares_params:
+            prompts = self._modules.get("prompt_encoder", nn.Module())
+            with self.gathered(prompts.parameters()):  # some of them are saved as they are
+                call_without_grad(super().save_pretrained, save_directory, **kwargs)  # type: ignore[misc]
+        else:
+            call_without_grad(self._save_together, company, Path(save_directory), kwargs)
+
+    def _save_together(self, company: Company, directory: Path, kwargs: dict[str, Any]) -> None:
+        """All ranks go through PEFT's saving side by side, for what it reads takes all of them."""
+        engine = engine_of(self)
+        engine.state.check_whole()
         if kwargs.get("state_dict") is None:
             kept = Structure(self).adapters  # type: ignore[arg-type]
             for name in ("get_input_embeddings", "get_output_embeddings"):  # a base of the user's own may have none
@@ -84,20 +95,17 @@ class ManagedAdapters:
                     kept |= {id(param) for param in module.parameters()}
             state = own_state(self)  # type: ignore[arg-type]
             kwargs["state_dict"] = {
-                name: value if handle is None else by_names.read(handle)
+                name: value if handle is None else engine.by_names.read(handle)
                 for name, value in state.items()
                 for handle in [handle_of(value)]
                 if handle is None or handle.param.requires_grad or id(value) in kept
             }
-        # Prompt tuning calls its encoder to save what it gives, and saves some of its params as they are.
-        prompts = self._modules.get("prompt_encoder", nn.Module())
-        # All ranks go through it side by side. What it raises is held back until all are here: one that raised alone
-        # would leave the others waiting.
-        with self.gathered(prompts.parameters()), Attempt(BaseException) as attempt:
-            call_without_grad(super().save_pretrained, Path(save_directory), **kwargs)  # type: ignore[misc]
+        # Held back until all ranks are here: one that raised alone would leave the others waiting.
+        with Attempt(BaseException) as attempt:
+            self._gemini_original.save_pretrained(self, directory, **kwargs)
         # A rank may return only when the files are there, on whichever rank they are written.
         company.ranks.waiting.wait_for_all("save_pretrained")
-        company.agree_on_folder(Point.EXPORT, "save_pretrained", save_directory, attempt.refusal)
+        company.agree_on_folder(Point.EXPORT, "save_pretrained", directory, attempt.refusal)
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
         """As in PEFT: the base model with the adapters merged into its weights, as an *ordinary* model on the CPU.
@@ -121,6 +129,7 @@ class ManagedAdapters:
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """As in PEFT: add the adapters to the base weights, in place and one layer at a time; the model stays managed.
+
         The sum is rounded to the dtype of the base weights, as PEFT does with a base of that dtype.
         """
         _check_merge_allowed(self.base_model)
