@@ -22,7 +22,7 @@ import torch
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, StorageError
 from gemini.patches import replaced
-from gemini.train.loading.skeleton import Skeleton, attention_keyword, class_of, generators_kept
+from gemini.train.loading.skeleton import Skeleton, attention_keyword, class_of, generators_kept, need_transformers
 from gemini.train.loading.stored_model import (
     LOCK,
     Made,
@@ -79,6 +79,7 @@ def from_pretrained(
         ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``. Also if
             ``adapt`` makes a model that cannot be managed.
     """
+    need_transformers("gemini.from_pretrained")
     config = (GeminiConfig() if config is None else config).resolved()
     kwargs |= attention_keyword(attn_implementation)
     skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, **kwargs)

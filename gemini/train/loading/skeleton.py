@@ -54,6 +54,17 @@ class Skeleton(ABC):
         """Write the value of every param to its home, and make the buffers; returns the model that has them."""
 
 
+def need_transformers(what: str) -> None:
+    """Raise ImportError, with the extra to install, if ``what`` cannot have transformers."""
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise ImportError(
+            f"{what} needs transformers 5.0 or newer, the extra 'hf' of Gemini: pip install 'transformers>=5.0' ({e})",
+            name="transformers",
+        ) from e
+
+
 def attention_keyword(asked: Any) -> dict[str, Any]:
     """``attn_implementation=`` for transformers; nothing where the user leaves the choice to it."""
     return {} if asked in (None, "auto") else {"attn_implementation": asked}
@@ -283,6 +294,7 @@ def from_config(
             "read one with transformers.AutoConfig.from_pretrained(path), or make one (transformers.LlamaConfig(...)). "
             "gemini.from_pretrained(path) loads a model with its weights"
         )
+    need_transformers("gemini.from_config")
     config = (GeminiConfig() if config is None else config).resolved()
     kwargs |= attention_keyword(attn_implementation)
     skeleton = skeleton_from_config(hf_config, model_class=model_class, **kwargs)
