@@ -25,8 +25,9 @@ from gemini.ranks.group import Ranks, join
 from gemini.ranks.wire import Wire
 from gemini.rules import UpdateRule
 from gemini.train.activations.store import ActivationStore
+from gemini.train.gradients.norms import GradientNorms
 from gemini.train.gradients.scaling import Scaling
-from gemini.train.gradients.store import GradientNorms, GradientStore
+from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import Structure
 from gemini.train.modules.saved_weights import SavedWeights
