@@ -254,13 +254,12 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if shape is not None:
         return 2 * math.prod(shape)
     packet: Any = getattr(func, "_overloadpacket", None)
+    ours, formula = _OURS.get(packet), flop_registry.get(packet)
+    if ours is None and formula is None:
+        return 0
     if "_scaled_dot_product" in str(packet):
         args = _with_all_heads(func, args)
-    ours = _OURS.get(packet)
-    if ours is not None:
-        return ours(args)
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    return ours(args) if ours is not None else int(formula(*args, **kwargs, out_val=out))  # type: ignore[misc]
 
 
 def product_of(func: Any, args: Any) -> tuple[int, int, int, int] | None:
