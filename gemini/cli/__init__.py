@@ -150,11 +150,13 @@ def _say(words: str, cause: BaseException, code: int) -> int:
             with suppress(OSError):
                 said.write_text(words)
         return code
-    if code == REFUSED:
-        time.sleep(PATIENCE_S)
     if said is None:
         print(f"gemini: rank {launch.rank()}: {words}", file=sys.stderr)
-    elif not said.is_file() or said.read_text() != words:
+        return code
+    until = time.monotonic() + (PATIENCE_S if code == REFUSED else 0)
+    while not (same := said.is_file() and said.read_text() == words) and time.monotonic() < until:
+        time.sleep(0.05)
+    if not same:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(cause)
