@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import huggingface_hub
 import transformers
 
 from gemini.jobs import JobError, refusing
@@ -53,6 +54,8 @@ def find_config(
     if name == _PRESET and not path.exists():
         source = ModelSource(f"preset {name}", transformers.GPT2Config())  # its defaults are GPT-2 small
     else:
+        if not path.exists():
+            _look_for(name, revision, asked or name)
         code = "" if trust else " (code that comes with a model is not run)"
         with refusing(f"{asked or name}: transformers {transformers.__version__} refuses this config{code}"):
             config = transformers.AutoConfig.from_pretrained(
@@ -67,6 +70,16 @@ def find_config(
         if kinds is not None:  # a shorter model keeps the first ones
             source.config.layer_types = kinds[:layers]
     return source
+
+
+def _look_for(name: str, revision: str, asked: str) -> None:
+    """A JobError unless the hub's cache or the hub has the name; the hub is asked once (transformers asks for 23 s)."""
+    with refusing(
+        f"{asked}: no such file or folder here. As a name on the hub",
+        " -- Check the name, or give a config.json or a model folder.",
+    ):
+        if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision), str):
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json", revision=revision))
 
 
 def lora_on(rank: int) -> Callable[..., Any]:

@@ -148,7 +148,7 @@ def spelled(name: str) -> str:
 # ---- what several commands are asked ---------------------------------------------------------------------------------
 # The bases of a record are named the last one first: that is the order of their fields, and so that of the help.
 
-_NAMES = "A Hugging Face config.json, a model folder (its weights are not read), or a preset: gpt2-small."
+_NAMES = "A config.json, a model folder (weights are not read), a name on the Hugging Face hub, or gpt2-small."
 _MODEL, _STEP, _MACHINE, _OUTPUT = "Which model", "Which step", "On what", "What is written"
 _JSON = "Print JSON, and nothing else, on stdout."
 _ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")

@@ -43,6 +43,15 @@ def rows_of(screen: str) -> dict[str, list[str]]:
 # ---- what it says ----------------------------------------------------------------------------------------------------
 
 
+def test_a_name_on_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "models--org--tiny"
+    for part, text in {"refs/main": "abc", "snapshots/abc/config.json": GPT2Config(n_layer=2).to_json_string()}.items():
+        (model / part).parent.mkdir(parents=True)
+        (model / part).write_text(text)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert "GPT2LMHeadModel, 53.6 M params" in Command("plan").ok("org/tiny", "--cpu", "4GiB").output
+
+
 def test_a_screen_without_a_machine_says_all_that_needs_no_speeds(gemini_command: Command, traced: Path) -> None:
     result = gemini_command.ok("plan", "--trace", traced, *SIZES)
     lines = result.stdout.splitlines()
