@@ -32,9 +32,10 @@ class Card:
         self.device = device
         self.real = device == "cuda"
         self.torch = "cuda" if self.real else "cpu"
-        prefer_expandable_segments()  # before the card is asked for anything, for torch reads the setting once
         if self.real and not torch.cuda.is_available():
             raise SystemExit("torch sees no CUDA device; --device standin tries the script without one")
+        if self.real:
+            prefer_expandable_segments()  # for what runs without Gemini too
 
     @property
     def name(self) -> str:

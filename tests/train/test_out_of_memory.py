@@ -1,7 +1,6 @@
 """Out of memory at every allocation of a step: the same bits, or an error after which nothing of it counts."""
 
 import contextlib
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemini
 from gemini.errors import GeminiError
-from gemini.memory.devices.cuda import prefer_expandable_segments
+from gemini.memory.devices.cuda import FRAGMENTS, prefer_expandable_segments, segments_grow
 from gemini.memory.devices.pages import PageWindow
 from gemini.planning.working import CUDA_WORKSPACES
 from gemini.testing import StandinDevice
@@ -483,17 +482,78 @@ def test_what_the_allocator_took_in_the_first_step_is_set_aside(tmp_path: Path) 
 # ---- segments that grow ----------------------------------------------------------------------------------------------
 
 
-def test_expandable_segments_are_set_where_nobody_has_set_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-    for name in names:
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What torch's allocator goes by: as torch does, whoever sets one thing puts the others back."""
+    now: dict[str, Any] = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
+
+    def set_up(text: str) -> None:
+        now.update({"PYTORCH_CUDA_ALLOC_CONF": text, "expandable_segments": text == "expandable_segments:True"})
+
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(names[1], "")  # so that it is put back
-    monkeypatch.delenv(names[1])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert "torch was in use before" in prefer_expandable_segments() and names[1] not in os.environ
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", set_up)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": now})
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    return now
+
+
+def test_segments_grow_from_now_on_where_nobody_has_set_anything(settings: dict[str, Any]) -> None:
+    assert not segments_grow()
     assert "which Gemini sets" in prefer_expandable_segments()
-    assert os.environ[names[1]] == "expandable_segments:True"
-    monkeypatch.setenv(names[0], "max_split_size_mb:64")
-    assert prefer_expandable_segments() == "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64"
-    assert names[0] in os.environ
+    assert segments_grow()
+    # A second model, of a program that has set nothing either.
+    assert prefer_expandable_segments() == "expandable_segments:True" and segments_grow()
+
+
+@pytest.mark.parametrize("how", ["environment", "call"])
+def test_what_the_program_has_set_stays(how: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "environment":
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    else:
+        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
+    assert prefer_expandable_segments().endswith("max_split_size_mb:64")
+    assert not segments_grow()
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert segments_grow(), "the driver maps memory as it needs it"
+
+
+class Fragmenting(StandinDevice):
+    """Whose allocator takes segments of fixed sizes."""
+
+    released = 0
+
+    def fragments_percent(self) -> int:
+        return FRAGMENTS
+
+    def release_cached(self) -> None:
+        self.released += 1
+
+
+def test_fragments_have_room_beside_what_activations_were_declared_to_take(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="segments of fixed sizes") as told:
+        model = manage(Blocks(), tmp_path, Fragmenting(), gpu="1MiB", homes={"weights_on_nvme": 0.5}, activations=2**16)
+    assert len([one for one in told if "segments of fixed sizes" in str(one.message)]) == 1
+    problem, world = world_of(model).decision.problem, world_of(model)
+    assert problem.activations == 2**16 + FRAGMENTS * (2**16 + problem.in_flight) // 100
+    assert world.held(Tier.GPU, "activations") == problem.activations
+    plain = world_of(roomy(Blocks(), tmp_path))
+    assert plain.held(Tier.GPU, "activations") == 2**16
+
+
+def test_behind_a_backward_that_ran_out_what_torch_keeps_goes_back_and_windows_have_less(tmp_path: Path) -> None:
+    device = Fragmenting()
+    homes = {"weights_on_nvme": 0.5}
+    model = manage(FailsBetween(), tmp_path, device, gpu="1MiB", homes=homes, activations=2**16)
+    world, before = world_of(model), world_of(model).held(Tier.GPU, "activations")
+    Fails.armed = True
+    with pytest.raises(torch.OutOfMemoryError, match=r"micro_batch\(\).*expandable_segments:True"):
+        squares(model, 1).backward()
+    assert world.held(Tier.GPU, "activations") > before
+    released = device.released
+    assert released > 0
+    # The next forward: whatever the program held of that backward is gone by then.
+    squares(model, 1).backward()
+    assert device.released == released + 1
+    squares(model, 2).backward()
+    assert device.released == released + 1

@@ -205,6 +205,13 @@ class Device(ABC):
         """Bytes of a declared budget that this process takes whatever it does: a context, kernels, workspaces."""
         return 0
 
+    def fragments_percent(self) -> int:
+        """What torch's allocator loses to fragments, in percent of the activations and gradients that it hands out."""
+        return 0
+
+    def release_cached(self) -> None:  # noqa: B027 - the system has it back at once
+        """Give the driver back what torch's allocator keeps and nobody has."""
+
     def begin_budget(  # noqa: B027 - host memory is paged
         self, budget: int | None, reserved: int, freed: int, *, limited: bool
     ) -> None:
@@ -321,14 +328,13 @@ def make_device(name: str | torch.device | Device | None) -> Device:
     if wanted.type == "cuda":
         from gemini.memory.devices.cuda import CudaDevice, check_card, prefer_expandable_segments
 
-        # Before anything asks the driver: the allocator reads it once.
-        prefer_expandable_segments()
         if not torch.cuda.is_available():
             raise ValueError(
                 f"device={name!r} was asked for, but torch sees no CUDA device{_why_no_cuda()}; "
                 "use device=None or 'cpu'"
             )
         made = CudaDevice(wanted)
+        prefer_expandable_segments()
         check_card(made.torch_device)
         return made
     raise ValueError(f"device={name!r} is not supported; use 'cuda', 'cuda:N', 'cpu' or None")

@@ -277,12 +277,19 @@ class _Chooser:
     def __init__(self, config: GeminiConfig, device: Device, ranks: Ranks):
         self._config, self._device, self._ranks = config, device, ranks
         # In this order on all ranks, which meet in each; the largest of all is the smallest of the negative values.
-        beside, pool = 0, pool_of(config.memory)
+        beside, fragments, pool = 0, 0, pool_of(config.memory)
         if device.tier is Tier.GPU and config.memory.bytes_of(Tier.GPU) is not None:
             # The driver's and the allocator's. A budget that is measured is what these leave.
-            beside = -ranks.smallest([-device.beside_bytes()])[0]
+            asked = [-device.beside_bytes(), -device.fragments_percent()]
+            beside, fragments = (-n for n in ranks.smallest(asked))
         self._budgets = _measure_budgets(config, device, ranks, beside)
-        self._beside = beside if pool is None else 0
+        self._beside, self._fragments = beside if pool is None else 0, fragments
+        if fragments:
+            warn(
+                "torch's allocator takes segments of fixed sizes, as the program has set it up, and loses a part to "
+                f"fragments: of the gpu budget {fragments} % of what activations and gradients take is set aside for "
+                "that. PYTORCH_ALLOC_CONF=expandable_segments:True leaves it for other uses"
+            )
         self._at_once = pool is not None and pool.at_once
         self._others = 0 if pool is None else -ranks.smallest([-pool.needed_by_others(None, device.tier)])[0]
 
@@ -320,7 +327,14 @@ class _Chooser:
             durable=config.memory.durable,
         )
         at_once = problem.working_set if self._at_once and self._others else 0
-        return replace(problem, beside=self._beside, others=self._others + at_once)
+        # Beside what activations were declared or traced to take, all of which they get.
+        fragments = self._fragments * (problem.activations + problem.in_flight) // 100
+        return replace(
+            problem,
+            activations=problem.activations + fragments,
+            beside=self._beside,
+            others=self._others + at_once,
+        )
 
     def _plan(self, trace: MemoryTrace, pose: Callable[[str | None], Problem]) -> Plan:
         config, hardware = self._config, self._config.hardware
