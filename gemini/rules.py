@@ -214,7 +214,7 @@ class ElementwiseRule(UpdateRule):
     ) -> None:
         done = kernels.update(arrays, self.spec, segments, grad_scale, stop)
         if not done and (stop is None or int(stop) == 0):
-            super().run(arrays, with_scale(segments, grad_scale))
+            super().run(arrays, segments if grad_scale is None else with_scale(segments, grad_scale))
 
 
 def kernel_scalars(kernel: str, step: int = 0, **numbers: float) -> Any:

@@ -61,10 +61,8 @@ def kernel_and_scalars(scalars: tuple[Any, ...]) -> tuple[str, tuple[float, ...]
     return scalars[number], scalars[:number]
 
 
-def with_scale(segments: Sequence[Segment], grad_scale: Tensor | None) -> Sequence[Segment]:
+def with_scale(segments: Sequence[Segment], grad_scale: Tensor) -> Sequence[Segment]:
     """The segments with the number in ``grad_scale``, for which the host waits, in place of that of their scalars."""
-    if grad_scale is None:
-        return segments
     scale = float(grad_scale)
     return [one._replace(scalars=one.scalars._replace(grad_scale=scale)) for one in segments]
 

@@ -205,9 +205,12 @@ class Manager:
 
     def end_update(self, chunk: Chunk) -> None:
         """Take the window of an update that reads nothing any more. Nothing is done if none was registered."""
+        if chunk.spec.index not in self._updating:
+            return
         # Off the list and evicted together: a window off the list would stay UPDATING, which nothing evicts.
         with WHOLE:
-            if self._updating.pop(chunk.spec.index, None) is not None and chunk.use is Use.UPDATING:
+            del self._updating[chunk.spec.index]
+            if chunk.use is Use.UPDATING:
                 self.room.evict(chunk)
 
     def _end_updates(self) -> None:

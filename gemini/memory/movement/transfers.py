@@ -455,7 +455,6 @@ class Transfers:
         """Take it off the list: it is over and its memory may go, or it never began. By the training thread alone."""
         if transfer.held is None or not transfer.held.num_bytes:
             self.open[transfer.lane].pop(transfer.key, None)
-            transfer.give_back()
             return
         with WHOLE:  # what is off the list, and has not given back, would keep its bytes for good
             self.open[transfer.lane].pop(transfer.key, None)

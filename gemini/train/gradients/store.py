@@ -457,7 +457,7 @@ class GradientStore:
         """
         # What failed of their landing is forgotten with them. After a step there are none, and what still lands is on
         # its way to the updates of that.
-        if any(handle.has_grad for handle in handles):
+        if self.landing and any(handle.has_grad for handle in handles):
             self._drop_landing()
         for landing in [landing for landing in self.landing.values() if landing.is_over()]:
             self._transfers.end(landing)

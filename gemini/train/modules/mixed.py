@@ -289,6 +289,8 @@ def cast_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     """Make a pre-hook of the root, or of what reads the outputs of a named part: its inputs come in ``dtype``."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is dtype:
+            return None  # one look, where nothing is to be cast
         return cast_floats(args, dtype, but=TARGETS), cast_floats(kwargs, dtype, but=TARGETS)
 
     return before

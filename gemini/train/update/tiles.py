@@ -100,6 +100,24 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
     return chunk.prepared[Path]  # type: ignore[no-any-return]
 
 
+def update_of(
+    mover: Mover, rules_of: Mapping[bool, UpdateRule], chunk: Chunk, params: list[ParamUpdate]
+) -> ChunkUpdate:
+    """The update of a chunk, with the path that it takes: as the planes lie now. ``rules_of``: those of chunks, by
+    whether these keep their states exact.
+    """
+    key = "update", params[0].handle  # each optimizer has its own params of a chunk
+    known: TilesInPlace | None = chunk.prepared.get(key)
+    if known is not None and known.fits(params):
+        return ChunkUpdate(chunk, params, known.rule, Path.IN_PLACE, known)
+    update = ChunkUpdate(chunk, params, rules_of[chunk.spec.exact], path_of(mover, chunk))
+    # Other arrays would not last: gradients that autograd left, views that are made in inference mode.
+    if update.path is Path.IN_PLACE and update.landed and not torch.is_inference_mode_enabled():
+        chunk.prepared[key] = in_place = TilesInPlace(mover, update)
+        return update._replace(in_place=in_place)
+    return update
+
+
 class UpdateSpan(NamedTuple):
     """Elements ``[start, stop)`` of a chunk that are updated in one go, as the param is: the first one of them, where
     neighbours are updated alike; ``number`` is its place among those of the update.
@@ -329,14 +347,6 @@ class TilesInPlace:
         self._handles = [param.handle for param in update.params]
         self._alike = _alike(update.params)
         self._tiles = [TileInPlace(mover, update, part) for part in cut(update, _IN_PLACE_TILE)]
-
-    @staticmethod
-    def of(mover: Mover, update: ChunkUpdate) -> TilesInPlace | None:
-        """The tiles of an update in place; None for updates elsewhere, and where arrays would not last: gradients that
-        autograd left, views that are made in inference mode.
-        """
-        lasts = update.path is Path.IN_PLACE and update.landed and not torch.is_inference_mode_enabled()
-        return TilesInPlace(mover, update) if lasts else None
 
     def fits(self, params: list[ParamUpdate]) -> bool:
         """Whether they are those of this update too."""

@@ -40,11 +40,11 @@ from gemini.train.update.tiles import (
     ParamUpdate,
     Path,
     Tile,
-    TilesInPlace,
     check_finite,
     path_of,
     streamed_tiles,
     tiles_of,
+    update_of,
 )
 from gemini.train.update.worker import UpdateJob, UpdateWorker, update_threads
 
@@ -103,7 +103,7 @@ class Updates:
             # Before any job is queued: a checkpoint behind the training waits here for the updates of the step before,
             # so that none of them stands behind one that waits for the checkpoint.
             self._observers.before_updates()
-        updates = [self._chunk_update(self._chunks[index], own) for index, own in params.items()]
+        updates = [update_of(self._mover, self._rules, self._chunks[index], own) for index, own in params.items()]
         ordered = sorted(updates, key=lambda update: update.chunk.first_use)
         jobs, now = list[UpdateJob](), list[ChunkUpdate]()
         kept = {update.chunk.spec.index for update in ordered if self._keep(update)}  # and all others are told to end
@@ -153,11 +153,10 @@ class Updates:
             for job in jobs:
                 # One that is under way stays known, and ends by itself.
                 if self.pending.get(job.chunk.spec.index) is not job:
-                    self._forget(job)
                     job.finish(e)
                     if job.guess.drop():
                         self._undo(job)
-                    self._manager.end_update(job.chunk)
+                    self._forget(job)
             raise
 
     def _update_now(self, update: ChunkUpdate, stop: torch.Tensor | None, factor: torch.Tensor | None = None) -> None:
@@ -210,18 +209,6 @@ class Updates:
             return update_threads(self._threads, self._device.tier) > 0
         return update.path is Path.STREAMED or (update.path is Path.STAGED and self._worker.slot_tile > 0)
 
-    def _chunk_update(self, chunk: Chunk, params: list[ParamUpdate]) -> ChunkUpdate:
-        """The update of a chunk, with the path that it takes: as the planes lie now."""
-        key = "update", params[0].handle  # each optimizer has its own params of a chunk
-        known: TilesInPlace | None = chunk.prepared.get(key)
-        if known is not None and known.fits(params):
-            return ChunkUpdate(chunk, params, known.rule, Path.IN_PLACE, known)
-        update = ChunkUpdate(chunk, params, self._rules[chunk.spec.exact], path_of(self._mover, chunk))
-        in_place = TilesInPlace.of(self._mover, update)
-        if in_place is not None:
-            chunk.prepared[key] = in_place
-        return update._replace(in_place=in_place)
-
     def _job(self, update: ChunkUpdate, guess: Guess = CERTAIN) -> UpdateJob:
         """A job for the worker, to be handed over now."""
         job = UpdateJob(
@@ -252,7 +239,7 @@ class Updates:
             return
         if self._observers:
             self._observers.before_updates()
-        update = self._chunk_update(chunk, params)
+        update = update_of(self._mover, self._rules, chunk, params)
         # While the program's own writes to params are still to be seen: the update would hide them.
         self._exposure.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
@@ -287,7 +274,7 @@ class Updates:
         """Begin an update that :meth:`submit` may ask for, where it can be undone and made beside computing; the
         gradients stay.
         """
-        update = self._chunk_update(chunk, params)
+        update = update_of(self._mover, self._rules, chunk, params)
         if update.path is Path.STREAMED or not self._can_overlap(update):
             return
         with WHOLE:
@@ -411,33 +398,33 @@ class Updates:
             # This thread only waits here, and its cores are free.
             with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
-        # Undone, off the list and its window gone: cut in two, the chunk would have an update that nobody ends.
-        with WHOLE:
-            self._undo(job)
-            self._forget(job)
-            self._manager.end_update(job.chunk)
         if is_guess:
-            return  # of no use to anybody, also if it failed
-        if job.error is not None and self._state.corrupted_by is not None:
+            self._undo(job)
+        # Off the list last: what an interrupt breaks off here is taken up again by the next wait for it.
+        self._forget(job)
+        if is_guess or job.error is None:
+            return  # a guess is of no use to anybody, also if it failed
+        if self._state.corrupted_by is not None:
             self.forget()  # all of them ended with this error, which is told once
         job.wait()
 
     def _forget(self, job: UpdateJob) -> None:
         """Take an update that is over off the list."""
-        self._transfers.end(job)
         job.chunk.update = None
+        self._manager.end_update(job.chunk)
+        self._transfers.end(job)
 
     def _undo(self, job: UpdateJob) -> None:
         """Undo a guess that was dropped and is over, and nothing else. Raises StorageError if the spill file fails."""
-        if job.guess.is_dropped:
+        if job.guess.is_dropped and job.chunk.is_guessed:
             try:
                 with WHOLE:
                     job.guess.undo()
+                    job.chunk.is_guessed = False
+                    self.guesses.num_undone += 1
             except Exception as e:
                 self._state.mark_corrupted(e)
                 raise
-            job.chunk.is_guessed = False
-            self.guesses.num_undone += 1
 
     def close(self) -> None:
         """End with the model: chunks that somebody keeps must keep no job."""
