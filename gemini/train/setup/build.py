@@ -41,7 +41,7 @@ from gemini.ranks.group import Ranks
 from gemini.rules import UpdateRule, refuse_other
 from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
-from gemini.train.modules.reading import Structure
+from gemini.train.modules.reading import NamedParam, Structure
 from gemini.train.params.handle import ParamHandle, ParamSet, TensorSlice, make_factors, optimizer_of
 from gemini.train.setup.problem import Decision, collect_params, decide
 
@@ -70,88 +70,29 @@ def build(
     named = collect_params(structure)
     for optimizer in filter(None, [optimizer_of(n.param) for n in named]):
         refuse_other(optimizer.rule, rule)
-    size, rank = ranks.size, ranks.rank
     # Gradients of experts are added up among other ranks than those of the rest.
     spread = cuts if cuts and ranks.experts.size > 1 else ()
     decision = decide(structure, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
-    problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
-    place_of = {
-        slot.name: (chunk, slot, part_of(slot, chunk.numel, size, rank))
-        for chunk in layout.chunks
-        for slot in chunk.slots
-    }
-    largest = max(chunk.numel for chunk in layout.chunks)
-    whole = whole_numel(layout, problem.rule)
-    tile, device_tile = tile_numel(largest, whole), device_tile_numel(largest, problem.rule, whole)
-    moving = problem.moving(placement)
-    pool = pool_of(config.memory)
-    ledger = Ledger(
-        dict(problem.budgets) if pool is None else {tier: pool.budget(tier) for tier in problem.budgets}, pool
-    )
-    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if moving else 0)
-    # Before anything is allocated: what does not fit is refused while the model is whole.
-    _reserve(ledger, problem, placement)
-    needed = bytes_per_tier(problem, placement)
+    problem, placement = decision.problem, decision.placement
+    ledger, needed = _make_ledger(config, problem, placement), bytes_per_tier(problem, placement)
     # The params are still where they were: of a budget that is declared they take a part until they are taken over.
     there = sum(n.param.nbytes for n in named if n.param.device == device.torch_device)
     begin_budget(device, config, problem, needed[device.tier], there)
-    device.reserve_host(_crossing_planes(problem, placement))
-    if device.keeps_windows:  # which others may have for their own
-        ledger.make_room(device.tier, ledger.needs[device.tier])
-    # No more than all windows, and no more than the plan leaves them; beside those of ranks, whose gradients stand in
-    # windows too until they are divided.
-    windows = [problem.window_bytes(i) for i in moving]
-    wanted = min(sum(windows), window_room(problem, placement)) + (0 if ranks.are_alone else problem.in_flight)
-    # Rounded down to whole pages, in which windows get their memory.
-    of_windows = min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
-    device.reserve_windows(of_windows)
-    # Windows that are never given back count in full; others as they come and go.
-    if device.keeps_windows:
-        ledger.reserve(device.tier, of_windows, "pool")
-    planes = zip(placement.homes, problem.sizes, strict=True)
-    computing = [n for homes, sizes in planes for kind, n in sizes.items() if homes[kind] is problem.compute]
-    device.reserve_buffers(computing)
-    # What is in the durable store needs no room in the spill file.
+    _reserve_on_device(device, ledger, problem, placement, in_flight=0 if ranks.are_alone else problem.in_flight)
     durable = _open_store(config, problem, ranks)
-    in_store = 0 if durable is None else durable.slots.num_bytes
-    files = {
-        tier: SpillFile(paths, needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
-        for tier in FILED
-        if (paths := config.memory.paths_of(tier))
-    }
-    chunks = [
-        _make_chunk(spec, problem, placement, device, files, durable, moves=spec.index in moving)
-        for spec in layout.chunks
-    ]
-    handles = [
-        ParamHandle(
-            n.names[0],
-            n.names,
-            n.param,
-            chunks[spec.index],
-            slot,
-            part,
-            owner,
-            kind=type(n.param) if issubclass(type(n.param), nn.Parameter) else nn.Parameter,
-            cut=(cuts or {}).get(id(n.param)),
-        )
-        for n in named
-        for spec, slot, part in [place_of[n.names[0]]]
-    ]
-    # Factors are small, and always in host memory.
-    for handle in handles if problem.rule.factors else ():
-        if handle.chunk.trained:
-            handle.factors = make_factors(problem.rule, handle.param.shape)
-    by_chunk: dict[int, list[ParamHandle]] = {}
-    for handle in handles:
-        by_chunk.setdefault(handle.chunk.spec.index, []).append(handle)
-    for index, own in by_chunk.items():
-        _make_views(chunks[index], own)
-    for access in accesses(decision.trace, layout):
+    files = _open_files(config, needed, durable)
+    chunks = [_make_chunk(spec, problem, placement, device, files, durable) for spec in problem.layout.chunks]
+    params = _make_params(named, chunks, problem, owner, ranks, cuts or {})
+    for index, handles in params.by_chunk.items():
+        _make_views(chunks[index], handles)
+    for access in accesses(decision.trace, problem.layout):
         for index in access.chunks:
             chunks[index].first_use = min(chunks[index].first_use, access.moment)
     # What moves them.
-    mover = Mover(device, tile, ledger, device_tile=device_tile, rule=rule.spec)
+    largest = max(chunk.numel for chunk in problem.layout.chunks)
+    whole = whole_numel(problem.layout, problem.rule)
+    device_tile = device_tile_numel(largest, problem.rule, whole)
+    mover = Mover(device, tile_numel(largest, whole), ledger, device_tile=device_tile, rule=rule.spec)
     transfers = Transfers(mover, _lanes(config, ranks, device))
     manager = Manager(
         chunks,
@@ -163,8 +104,9 @@ def build(
         transfers=transfers,
     )
     in_steps = problem.working_set + problem.in_flight
-    store = ChunkStore(chunks, device, ledger, mover, transfers, manager, files, in_steps, durable)
-    return Built(decision, ParamSet(handles, by_chunk), store)
+    return Built(
+        decision, params, ChunkStore(chunks, device, ledger, mover, transfers, manager, files, in_steps, durable)
+    )
 
 
 def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
@@ -241,8 +183,14 @@ def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:
         borrowed.depopulate()
 
 
-def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
-    """Reserve all but the windows, whose room is taken and given back as they come and go."""
+def _make_ledger(config: GeminiConfig, problem: Problem, placement: Placement) -> Ledger:
+    """Reserve all but the windows, whose room is taken and given back as they come and go. Before anything is
+    allocated: what does not fit is refused while the model is whole.
+    """
+    pool = pool_of(config.memory)
+    budgets = dict(problem.budgets) if pool is None else {tier: pool.budget(tier) for tier in problem.budgets}
+    ledger = Ledger(budgets, pool)
+    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if problem.moving(placement) else 0)
     for homes, sizes in zip(placement.homes, problem.sizes, strict=True):
         for kind, num_bytes in sizes.items():
             ledger.reserve(homes[kind], num_bytes, kind)
@@ -266,6 +214,39 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
         ledger.reserve(Tier.CPU, problem.staging, "staging")
     if placement.streamed:
         ledger.reserve(Tier.GPU, problem.device_staging, "staging")
+    return ledger
+
+
+def _reserve_on_device(
+    device: Device, ledger: Ledger, problem: Problem, placement: Placement, *, in_flight: int
+) -> None:
+    """Let the device take the memory of what it computes with. ``in_flight``: gradients that stand in windows too."""
+    device.reserve_host(_crossing_planes(problem, placement))
+    if device.keeps_windows:  # which others may have for their own
+        ledger.make_room(device.tier, ledger.needs[device.tier])
+    # No more than all windows, and no more than the plan leaves them; beside those of ranks, whose gradients stand in
+    # windows too until they are divided.
+    windows = [problem.window_bytes(i) for i in problem.moving(placement)]
+    wanted = min(sum(windows), window_room(problem, placement)) + in_flight
+    # Rounded down to whole pages, in which windows get their memory.
+    of_windows = min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
+    device.reserve_windows(of_windows)
+    # Windows that are never given back count in full; others as they come and go.
+    if device.keeps_windows:
+        ledger.reserve(device.tier, of_windows, "pool")
+    planes = zip(placement.homes, problem.sizes, strict=True)
+    computing = [n for homes, sizes in planes for kind, n in sizes.items() if homes[kind] is problem.compute]
+    device.reserve_buffers(computing)
+
+
+def _open_files(config: GeminiConfig, needed: Mapping[Tier, int], durable: StoreFolder | None) -> dict[Tier, SpillFile]:
+    """Make the spill files, of the ``needed`` bytes; what is in the durable store needs no room in them."""
+    in_store = 0 if durable is None else durable.slots.num_bytes
+    return {
+        tier: SpillFile(paths, needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
+        for tier in FILED
+        if (paths := config.memory.paths_of(tier))
+    }
 
 
 def _crossing_planes(problem: Problem, placement: Placement) -> list[tuple[str, int]]:
@@ -285,8 +266,6 @@ def _make_chunk(
     device: Device,
     files: Mapping[Tier, SpillFile],
     durable: StoreFolder | None,
-    *,
-    moves: bool,
 ) -> Chunk:
     homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
     streamed = spec.index in placement.streamed
@@ -298,7 +277,7 @@ def _make_chunk(
     weights = planes[WEIGHTS]
     dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[precision_of(spec, problem.precision)]
     # Its home is where modules read: the plane itself is what they see.
-    if not moves:
+    if not problem.needs_window(spec.index, homes[WEIGHTS]):
         assert isinstance(weights, MemoryPlane)
         chunk = Chunk(spec, planes, weights.tensor, None, weights.tensor, use=Use.HOLD)
     else:
@@ -307,3 +286,27 @@ def _make_chunk(
         chunk = Chunk(spec, planes, window.bytes.view(dtype), window, window.face().view(dtype))
     chunk.trained, chunk.streamed = spec.trainable, streamed
     return chunk
+
+
+def _make_params(
+    named: list[NamedParam],
+    chunks: list[Chunk],
+    problem: Problem,
+    owner: weakref.ref[Any],
+    ranks: Ranks,
+    cuts: Mapping[int, TensorSlice],
+) -> ParamSet:
+    """Make the handles, in the order of declaration; their views are still missing."""
+    place_of = {slot.name: (chunk, slot) for chunk in chunks for slot in chunk.spec.slots}
+    params = ParamSet([], {})
+    for n in named:
+        chunk, slot = place_of[n.names[0]]
+        part = part_of(slot, chunk.spec.numel, ranks.size, ranks.rank)
+        kind = type(n.param) if issubclass(type(n.param), nn.Parameter) else nn.Parameter
+        cut = cuts.get(id(n.param))
+        handle = ParamHandle(n.names[0], n.names, n.param, chunk, slot, part, owner, kind=kind, cut=cut)
+        if problem.rule.factors and chunk.trained:  # small, and always in host memory
+            handle.factors = make_factors(problem.rule, n.param.shape)
+        params.handles.append(handle)
+        params.by_chunk.setdefault(chunk.spec.index, []).append(handle)
+    return params
