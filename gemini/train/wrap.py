@@ -76,59 +76,26 @@ def manage(
     ``structure``: of the model, if it was walked before. ``managed_class``: the class of a managed model that had the
     given one.
     """
-    changes, planned = Changes(), model
+    changes, is_filled = Changes(), fill is None
     try:
-        # Before anything is planned: what is computed in tiles is gathered together.
-        is_filled = fill is None
-        whole = (
-            whole or cut_if_whole(model, mesh, is_filled=is_filled) or spread_experts(model, mesh, is_filled=is_filled)
-        )
+        if whole is None:
+            whole = cut_if_whole(model, mesh, is_filled=is_filled) or spread_experts(model, mesh, is_filled=is_filled)
         # Each undo is noted before, or as soon as, its change can have begun: an interrupt must find it in the list.
         if whole is not None:
             changes.append(_to_call(whole.give_back))
         cuts = cuts_in(model) if whole is None else whole.by_param(model)
-        if is_told := config.tile_tokens not in (None, "auto"):
+        # Before anything is planned: what is computed in tiles is gathered together.
+        if config.tile_tokens not in (None, "auto"):
             changes.append(_to_call(tile_tokens(model, config.tile_tokens).take_away))
             # What was walked before has not seen that tiled parts are read as a whole.
             structure = None
         structure = structure or Structure(model)
+        ranks = {"process_group": process_group, "mesh": mesh, "of_stages": of_stages}
         with joining(config.memory):
-            engine = Engine(
-                structure,
-                config,
-                process_group=process_group,
-                mesh=mesh,
-                is_filled=fill is None,
-                cuts=cuts,
-                of_stages=of_stages,
-            )
+            engine = Engine(structure, config, is_filled=is_filled, cuts=cuts, **ranks)
             filled = engine.take_home(fill)
             model = model if filled is None else filled
-        tokens = engine.decision.tile_tokens
-        if whole is not None:
-            changes.append(_to_call(whole.take_away))
-            whole.put_on(model, engine.ranks)
-        model.__dict__["_gemini_engine"] = engine
-        changes.append(_take_from_engine)
-        engine.adoption.becomes_whole = whole is not None and whole.comes_back
-        # With `fill` another module may have come, and "auto" has chosen its tile only now.
-        if model is not planned or (tokens is not None and not is_told):
-            if tokens is not None:
-                changes.append(_to_call(tile_tokens(model, tokens).take_away))
-            structure = Structure(model)
-        moved = _Buffers(structure, engine)
-        # Before it moves anything: half moved, they can still go back.
-        changes.append(moved.undo)
-        moved.move()
-        changes.append(_to_call(prepare_layers(structure, engine.store.device.torch_device)))
-        # After what changes forwards (tiles) and devices: hooks hang on the model as it is going to compute.
-        changes.append(_unhook)
-        registered = model.__dict__["_gemini_hooks"] = list[Any]()
-        hooks.attach(structure, engine, registered)
-        if engine.ranks.context.size > 1:
-            _divide_sequences(model, engine, changes)
-        if engine.ranks.same_batch.size > 1:
-            registered.append(compare_first_batch(model, engine.ranks.same_batch))
+        moved = _put_on(model, structure, engine, whole, changes)
         # Last: until here the model is an ordinary one to everybody, errors included.
         original = type(model)
         changes.append(lambda model: setattr(model, "__class__", original))
@@ -147,6 +114,41 @@ def manage(
     for optimizer in _optimizers_of(engine).values():
         optimizer.adopt_plain_states()
     return model
+
+
+def _put_on(
+    model: nn.Module, planned: Structure, engine: Engine, whole: WholeParams | None, changes: Changes
+) -> _Buffers:
+    """Give a model, whose params are home, its engine, tiles, buffers and hooks; each with its undo in ``changes``.
+    ``planned``: the structure that the engine was made for. Returns the buffers, which can go back until they are kept.
+    """
+    structure = planned
+    if whole is not None:
+        changes.append(_to_call(whole.take_away))
+        whole.put_on(model, engine.ranks)
+    model.__dict__["_gemini_engine"] = engine
+    changes.append(_take_from_engine)
+    engine.adoption.becomes_whole = whole is not None and whole.comes_back
+    # With `fill` another module may have come, and "auto" has chosen its tile only now.
+    tokens = engine.decision.tile_tokens
+    if model is not planned.model or (tokens is not None and engine.config.tile_tokens == "auto"):
+        if tokens is not None:
+            changes.append(_to_call(tile_tokens(model, tokens).take_away))
+        structure = Structure(model)
+    moved = _Buffers(structure, engine)
+    # Before it moves anything: half moved, they can still go back.
+    changes.append(moved.undo)
+    moved.move()
+    changes.append(_to_call(prepare_layers(structure, engine.store.device.torch_device)))
+    # After what changes forwards (tiles) and devices: hooks hang on the model as it is going to compute.
+    changes.append(_unhook)
+    registered = model.__dict__["_gemini_hooks"] = list[Any]()
+    hooks.attach(structure, engine, registered)
+    if engine.ranks.context.size > 1:
+        _divide_sequences(model, engine, changes)
+    if engine.ranks.same_batch.size > 1:
+        registered.append(compare_first_batch(model, engine.ranks.same_batch))
+    return moved
 
 
 def release(model: nn.Module) -> nn.Module:

@@ -102,6 +102,27 @@ def prepare(
     anything is built. ``filled``: the model has its values already; else whoever fills it sees that they are the same.
     ``cuts``: the ids of params that are slices.
     """
+    _refuse_unsuited(config, ranks)
+    if ranks.shares_params:
+        _refuse_renormalizing(structure)
+    named = collect_params(structure)  # before weights are compared: what cannot be managed has none that could be
+    doing = "the comparison of ranks at the start"
+    agree(ranks.job, doing, lambda: _facts_of_job(config), words="start")
+    agree(ranks.everyone, doing, lambda: _facts_of_params(structure, named), words="start")
+    if not filled:
+        return
+    # Ranks with other experts have other values for them: those are taken from the first with the same ones.
+    experts = cuts if cuts and ranks.experts.size > 1 else ()
+    every = [(names[0], param) for param, names in named]
+    tensors = {name: param.data for name, param in every if id(param) not in experts}
+    ranks.take_from_first({**tensors, **dict(structure.model.named_buffers()), **scales_in(every)})
+    if experts:
+        own = {name: param.data for name, param in every if id(param) in experts}
+        ranks.take_from_first(own, ranks.alike)
+
+
+def _refuse_unsuited(config: GeminiConfig, ranks: Ranks) -> None:
+    """Refuse settings that cannot be kept over replicas or slices of a model."""
     if ranks.num_replicas > 1 and ranks.experts.size == 1 and config.gradients == "transient":
         raise ValueError(
             'gradients="transient" updates inside backward, before the gradients of the replicas are added up: '
@@ -118,9 +139,29 @@ def prepare(
             f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): each slice would decide for '
             'itself whether a step overflowed. Use precision="bf16"'
         )
-    if ranks.shares_params:
-        _refuse_renormalizing(structure)
-    named = collect_params(structure)  # before weights are compared: what cannot be managed has none that could be
+
+
+def _facts_of_job(config: GeminiConfig) -> Facts:
+    """What must be alike on all ranks of a job."""
+    # The paths may differ between machines: only whether there is one is compared.
+    paths = {f"{tier.value}_path": bool(config.memory.paths_of(tier)) for tier in FILED}
+    sizes = [f.name for f in fields(config.memory) if f.compare and f.name not in paths]
+    return Facts(
+        {
+            "version of gemini": __version__,
+            "version of torch": str(torch.__version__),
+            "version of Python": ".".join(map(str, sys.version_info[:2])),
+            "config": {name: _as_text(v) for name, v in vars(config).items() if name not in ("memory", "device")},
+            "memory budget": {name: repr(getattr(config.memory, name)) for name in sizes},
+            **paths,
+            # Each rank has its own number of the device.
+            "device": str(config.device).partition(":")[0],
+        }
+    )
+
+
+def _facts_of_params(structure: Structure, named: list[NamedParam]) -> Facts:
+    """What must be alike on all ranks that have the same params."""
     # By every name: a tie on one rank alone shows as a difference here.
     params = {
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
@@ -134,41 +175,14 @@ def prepare(
         if (optimizer := optimizer_of(param)) is not None
         for key, value in optimizer.state.get(param, {}).items()
     }
-    # The paths may differ between machines: only whether there is one is compared.
-    paths = {f"{tier.value}_path": bool(config.memory.paths_of(tier)) for tier in FILED}
-    memory = {
-        f.name: getattr(config.memory, f.name) for f in fields(config.memory) if f.compare and f.name not in paths
-    }
-    settings = {name: _as_text(value) for name, value in vars(config).items() if name not in ("memory", "device")}
-    of_job = {
-        "version of gemini": __version__,
-        "version of torch": str(torch.__version__),
-        "version of Python": ".".join(map(str, sys.version_info[:2])),
-        "config": settings,
-        "memory budget": {name: repr(size) for name, size in memory.items()},
-        **paths,
-        # Each rank has its own number of the device.
-        "device": str(config.device).partition(":")[0],
-    }
-    of_params = {
-        "model": type(structure.model).__name__,
-        "set of params": params,
-        "state of the optimizer": states,
-        "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
-    }
-    doing = "the comparison of ranks at the start"
-    agree(ranks.job, doing, lambda: Facts(of_job), words="start")
-    agree(ranks.everyone, doing, lambda: Facts(of_params), words="start")
-    if not filled:
-        return
-    # Ranks with other experts have other values for them: those are taken from the first with the same ones.
-    experts = cuts if cuts and ranks.experts.size > 1 else ()
-    every = [(names[0], param) for param, names in named]
-    tensors = {name: param.data for name, param in every if id(param) not in experts}
-    ranks.take_from_first({**tensors, **dict(structure.model.named_buffers()), **scales_in(every)})
-    if experts:
-        own = {name: param.data for name, param in every if id(param) in experts}
-        ranks.take_from_first(own, ranks.alike)
+    return Facts(
+        {
+            "model": type(structure.model).__name__,
+            "set of params": params,
+            "state of the optimizer": states,
+            "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
+        }
+    )
 
 
 def _as_text(value: Any) -> str:
