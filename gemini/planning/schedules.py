@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -305,6 +306,8 @@ class Graph:
         self.changes: list[Change] = []
         self.begins: list[int] = []
         """Per step, the task that its first moment computes in."""
+        for index in standing(work.plan):
+            self.window(-1, index, at_end=True)
 
     def add(
         self, hop: Hop, step: int, moment: int, after: Iterable[int], urgency: float = 0, takes: int = 0, gives: int = 0
@@ -328,6 +331,10 @@ class Graph:
         if num_bytes:
             self.changes.append(Change(task, at_end, tier or self.work.problem.compute, holder, num_bytes))
 
+    def window(self, task: int, index: int, sign: int = 1, *, at_end: bool) -> None:
+        """A chunk's window is there from a task on, or (``sign`` -1) no more."""
+        self.change(task, "windows", sign * self.work.problem.window_bytes(index), at_end=at_end)
+
     def live(self, task: int, moment: int, before: int) -> int:
         """Activations during and after a moment; returns those after it. On the host no budget counts them."""
         traced = self.work.plan.trace.moments[moment]
@@ -346,6 +353,10 @@ class Graph:
         for tier, task, change, at_end in ((target, tasks[0], num_bytes, False), (source, tasks[-1], -num_bytes, True)):
             if tier is away or tier is Tier.GPU:
                 self.change(task, "activations", change, at_end=at_end, tier=tier)
+
+
+_NOTHING = Hop(Track.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)
+"""The end of several tasks."""
 
 
 def _launch(hop: Hop, seconds: float) -> Hop:
@@ -369,8 +380,6 @@ def serial(work: Work) -> Graph:
     layout, moments = plan.layout, plan.trace.moments
     at: list[int] = []  # the task that everything comes after
     gathered = dict.fromkeys(standing(plan), True)
-    for index in gathered:
-        graph.change(-1, "windows", work.problem.window_bytes(index), at_end=True)
     live = 0
 
     def do(hops: Iterable[Hop], moment: int) -> list[int]:
@@ -380,7 +389,7 @@ def serial(work: Work) -> Graph:
 
     def drop(index: int, task: int, *, at_end: bool) -> None:
         if gathered.pop(index, False):
-            graph.change(task, "windows", -work.problem.window_bytes(index), at_end=at_end)
+            graph.window(task, index, -1, at_end=at_end)
 
     def update(index: int, moment: int) -> None:
         tasks = do(work.update(index).hops, moment)
@@ -397,7 +406,7 @@ def serial(work: Work) -> Graph:
                 tasks = do(work.fetch(index), moment)
                 drop(index, tasks[0], at_end=False)  # gathered anew in the next micro-batch
                 gathered[index] = True
-                graph.change(tasks[0], "windows", work.problem.window_bytes(index), at_end=False)
+                graph.window(tasks[0], index, at_end=False)
             hop = work.computing[moment]
             # Beside computing; what is over of it nothing hides.
             launching = work.launching[moment] - hop.cost.seconds
@@ -433,6 +442,38 @@ def _pieces(work: Work, trained: list[int]) -> dict[int, tuple[Update, ...]]:
     return found
 
 
+@dataclass
+class _Stay:
+    """A chunk in its window. Moments count through all steps; -1 is before the first."""
+
+    chunk: int
+    fetched: int
+    first_use: int
+    last_use: int
+
+
+def _stays(work: Work, num_moments: int) -> list[_Stay]:
+    """All of them, in the order in which the plan fetches."""
+    plan, per_batch = work.plan, len(work.plan.moves)
+    found = [_Stay(index, -1, -1, -1) for index in standing(plan)]
+    current = {stay.chunk: stay for stay in found}
+    for at in range(num_moments):
+        moment = at % per_batch
+        moves = plan.moves_of(at // per_batch % plan.accumulate)[moment]
+        for index in moves.evict:
+            current.pop(index, None)
+        for index in moves.fetch:
+            current[index] = _Stay(index, at, at, at)
+            found.append(current[index])
+        for index in plan.accesses[moment].chunks:
+            if index in work.moving and index in current:
+                stay = current[index]
+                if stay.last_use == stay.fetched:
+                    stay.first_use = at
+                stay.last_use = at
+    return found
+
+
 class _Fetch(NamedTuple):
     """Room for the chunk is there when moment ``room_after`` (of all steps; -1: from the beginning) is computed."""
 
@@ -441,49 +482,185 @@ class _Fetch(NamedTuple):
     room_after: int
 
 
-def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple[int, int]]]:
-    """Per moment of all steps the fetches that the plan has there; and (moment, chunk) where a window is let go: after
-    its last use, so that the room is there for the next fetch in order.
+def _fetches(work: Work, stays: Iterable[_Stay]) -> dict[int, list[_Fetch]]:
+    """The fetches by the moment that the plan has them in. A window is let go after its last use, so that the room is
+    there for the next fetch in order.
     """
-    plan, problem = work.plan, work.problem
-    per_batch, per_step = len(plan.moves), len(plan.moves) * plan.accumulate
-    room = window_room(problem, plan.placement)
-    opened: list[tuple[int, int]] = []  # (moment of the fetch, chunk)
-    uses: list[list[int]] = []  # of each, the first and the last use
-    current: dict[int, int] = {}
-    for index in standing(plan):
-        current[index] = len(opened)
-        opened.append((-1, index))
-        uses.append([-1, -1])
-    for at in range(num_steps * per_step):
-        moves = plan.moves_of(at % per_step // per_batch)[at % per_batch]
-        for index in moves.evict:
-            current.pop(index, None)
-        for index in moves.fetch:
-            current[index] = len(opened)
-            opened.append((at, index))
-            uses.append([at, at])
-        for index in plan.accesses[at % per_batch].chunks:
-            if index in work.moving and index in current:
-                first_last = uses[current[index]]
-                if first_last[1] == opened[current[index]][0]:
-                    first_last[0] = at
-                first_last[1] = at
-    found: list[list[_Fetch]] = [[] for _ in range(num_steps * per_step)]
-    held, after, ends = 0, -1, list[tuple[int, int]]()
-    for (at, index), (first, last) in zip(opened, uses, strict=True):
-        size = problem.window_bytes(index)
-        while ends and held + size > room and ends[0][0] < max(at, 0):
+    room = window_room(work.problem, work.plan.placement)
+    found: dict[int, list[_Fetch]] = {}
+    held, after = 0, -1
+    ends: list[tuple[int, int]] = []  # a heap: the last uses of what is in the room, with the chunk
+    for stay in stays:
+        size = work.problem.window_bytes(stay.chunk)
+        while ends and held + size > room and ends[0][0] < max(stay.fetched, 0):
             free_at, gone = heapq.heappop(ends)
-            held -= problem.window_bytes(gone)
+            held -= work.problem.window_bytes(gone)
             after = max(after, free_at)
         held += size
         if held > room:
-            after = max(after, at - 1)
-        heapq.heappush(ends, (last, index))
-        if at >= 0:
-            found[at].append(_Fetch(index, first, after))
-    return found, [(last, index) for (_, index), (_, last) in zip(opened, uses, strict=True)]
+            after = max(after, stay.fetched - 1)
+        heapq.heappush(ends, (stay.last_use, stay.chunk))
+        found.setdefault(stay.fetched, []).append(_Fetch(stay.chunk, stay.first_use, after))
+    return found
+
+
+class _Moment(NamedTuple):
+    """A moment of some step."""
+
+    at: int  # its place among those of all steps
+    step: int
+    batch: int  # the micro-batch
+    number: int  # in the trace
+
+
+class _Overlap:
+    """The order of :func:`overlapped` in the making, moment after moment. Tasks are known by their numbers."""
+
+    def __init__(self, work: Work, *, clipping: bool):
+        self._work, self._plan, self._clipping = work, work.plan, clipping
+        self._per_batch, self.per_step = len(self._plan.moves), len(self._plan.moves) * self._plan.accumulate
+        self.graph = Graph(work)
+        self._computed: list[int] = []
+        self._live = 0
+        self._stays = _stays(work, (STEPS + 1) * self.per_step)
+        self._fetches = _fetches(work, self._stays)
+        self._fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
+
+        trained = [index for index, chunk in enumerate(self._plan.layout.chunks) if chunk.trainable]
+        self._first_use = dict.fromkeys(trained, self.per_step)
+        for at in reversed(range(self._per_batch)):
+            self._first_use.update({index: at for index in self._plan.accesses[at].chunks if index in self._first_use})
+        self._pieces = _pieces(work, trained)
+        staged = (piece.staged for parts in self._pieces.values() for piece in parts)
+        self.graph.fluid.buffer = SLOTS * max(staged, default=0)
+        self._updated: dict[int, int] = {}  # the end of a chunk's last update
+
+        self._launches, self._together = any(work.launching), _awaited_together(work)
+        self._launched: list[int] = []  # the last moment that was, and what the next one is launched after besides
+        self._due: dict[int, int] = {}  # updates that the thread which launches has not waited for
+
+        self._landed: dict[int, list[int]] = {}  # by chunk, gradients that no update has used
+        self._landing: deque[tuple[int, int]] = deque()  # gradients on their way: (the end of the landing, bytes)
+        self._room = work.landing_room
+        self._landed_here: list[int] = []  # by the host that computes, since the last moment
+
+        self._saves: list[int] = []
+        self._waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
+        self._restores: list[int] = []  # moments that restored
+
+    def moment(self, at: int) -> _Moment:
+        step, rest = divmod(at, self.per_step)
+        return _Moment(at, step, *divmod(rest, self._per_batch))
+
+    def begin(self, now: _Moment) -> None:
+        """Compute a moment, behind what it reads."""
+        for fetch in self._fetches.get(now.at, ()):
+            self._fetch(fetch, now)
+        read = self._plan.accesses[now.number].chunks
+        after = self._computed[-1:] + [self._fetched.pop(index) for index in read if index in self._fetched]
+        after += self._restore(now)
+        after += self._landed_here
+        self._landed_here.clear()
+        if len(self._saves) >= SAVES_BEHIND and self._work.carry(now.number, back=False):
+            after.append(self._saves[-SAVES_BEHIND])
+        if self._launches:
+            after.append(self._launch(now, read))
+        self._computed.append(self.graph.add(self._work.computing[now.number], now.step, now.number, after, now.at))
+        if not now.batch and not now.number:
+            self.graph.begins.append(self._computed[-1])
+        self._live = self.graph.live(self._computed[-1], now.number, self._live)
+
+    def end(self, now: _Moment) -> None:
+        """What comes behind a moment: its layers' messages, saved activations, gradients and updates."""
+        exchange = self._work.exchange(now.number)
+        self._computed[-1:] = self._behind(exchange, now)[-1:] or self._computed[-1:]
+        saved = self._behind(self._work.carry(now.number, back=False), now)
+        if saved:
+            self.graph.carried(now.number, saved, back=False)
+            self._saves.append(saved[-1])
+            self._waiting.append((saved[-1], self._plan.trace.moments[now.number].saved_bytes))
+        for landing in self._work.landings(adding=now.batch > 0)[now.number]:
+            self._land(landing, now)
+        while self._room < 0 and self._landing:  # whoever launches waits until there is room for what has come
+            end, num_bytes = self._landing.popleft()
+            self._room += num_bytes
+            (self._launched if self._launches else self._landed_here).append(end)
+        if self._clipping and now.at % self.per_step == self.per_step - 1:  # the norm needs every gradient
+            self._update_all(now)
+
+    def let_go(self) -> None:
+        """Give every window back at the end of its last use."""
+        for stay in self._stays:
+            if 0 <= stay.last_use < len(self._computed):
+                self.graph.window(self._computed[stay.last_use], stay.chunk, -1, at_end=True)
+
+    def _behind(self, hops: Iterable[Hop], now: _Moment) -> list[int]:
+        """Do something behind the moment that was computed last."""
+        return self.graph.chain(hops, now.step, now.number, self._computed[-1:], now.at)
+
+    def _fetch(self, fetch: _Fetch, now: _Moment) -> None:
+        after = [self._computed[fetch.room_after]] if fetch.room_after >= 0 else []
+        after += [self._updated[fetch.chunk]] if fetch.chunk in self._updated else []
+        tasks = self.graph.chain(self._work.fetch(fetch.chunk), now.step, now.number, after, fetch.first_use)
+        self.graph.window(tasks[0], fetch.chunk, at_end=False)
+        self._fetched[fetch.chunk] = tasks[-1]
+
+    def _restore(self, now: _Moment) -> list[int]:
+        """Bring activations back, when they are saved and the moment before the last that needed some is over."""
+        hops = self._work.carry(now.number, back=True)
+        if not hops:
+            return []
+        needed, missing = [], self._plan.trace.moments[now.number].restored_bytes
+        while self._waiting and missing > 0:
+            end, num_bytes = self._waiting.pop()
+            needed.append(end)
+            missing -= num_bytes
+        needed += [self._computed[self._restores[-2]]] if len(self._restores) > 1 else []
+        tasks = self.graph.chain(hops, now.step, now.number, needed, now.at)
+        self.graph.carried(now.number, tasks, back=True)
+        self._restores.append(now.at)
+        return tasks[-1:]
+
+    def _launch(self, now: _Moment, read: Iterable[int]) -> int:
+        """Launch a moment, behind the updates of what it reads in place."""
+        awaited = {other for index in read for other in self._together.get(index, (index,))}
+        self._launched += [self._due.pop(index) for index in sorted(awaited) if index in self._due]
+        hop = _launch(self._work.computing[now.number], self._work.launching[now.number])
+        self._launched = [self.graph.add(hop, now.step, -1, self._launched)]
+        return self._launched[0]
+
+    def _land(self, landing: Landing, now: _Moment) -> None:
+        tasks = self._behind(landing.hops, now)
+        if self._work.problem.compute is Tier.CPU and all(hop.boundary is None for hop in landing.hops):
+            self._landed_here += tasks[-1:]
+        elif tasks:
+            num_bytes = landing.hops[0].num_bytes
+            self._landing.append((tasks[-1], num_bytes))
+            self._room -= num_bytes
+        self._landed.setdefault(landing.chunk, []).extend(tasks[-1:] or self._computed[-1:])
+        if landing.is_last and now.batch == self._plan.accumulate - 1 and not self._clipping:
+            self._update(landing.chunk, now, now.number, self._landed.pop(landing.chunk))
+
+    def _update_all(self, now: _Moment) -> None:
+        """Update in the order of next use, behind the norm."""
+        # Its sums leave behind all gradients, by the same engine. The thread that launches waits for it.
+        everything = sorted({end for ends in self._landed.values() for end in ends} | {self._computed[-1]})
+        norm = self.graph.add(_NOTHING, now.step, -1, everything)
+        self._launched += [norm] if self._launches else []
+        for index in sorted(self._first_use, key=lambda index: (self._first_use[index], index)):
+            self._update(index, now, -1, [norm])
+        self._landed.clear()
+
+    def _update(self, index: int, now: _Moment, moment: int, after: Iterable[int]) -> None:
+        urgency = (now.step + 1) * self.per_step + self._first_use[index]
+        ends = [
+            self.graph.chain(piece.hops, now.step, moment, after, urgency, piece.staged)[-1]
+            for piece in self._pieces[index]
+        ]
+        end = ends[0] if len(ends) == 1 else self.graph.add(_NOTHING, now.step, -1, ends)
+        self._updated[index] = self._due[index] = end
+        if index not in self._work.moving:
+            self._fetched[index] = end
 
 
 def overlapped(work: Work, *, clipping: bool) -> Graph:
@@ -492,113 +669,11 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
     another. Gradients that leave the computing tier land beside computing; those in host memory the host lands between
     two moments.
     """
-    graph, plan = Graph(work), work.plan
-    moments, per_batch, per_step = plan.trace.moments, len(plan.moves), len(plan.moves) * plan.accumulate
-    fetches, released = _fetches(work, STEPS + 1)
-    trained = [index for index, chunk in enumerate(plan.layout.chunks) if chunk.trainable]
-    first_use = dict.fromkeys(trained, per_step)
-    for at in reversed(range(per_batch)):
-        first_use.update({index: at for index in plan.accesses[at].chunks if index in first_use})
-    pieces = _pieces(work, trained)
-    graph.fluid.buffer = SLOTS * max((piece.staged for parts in pieces.values() for piece in parts), default=0)
-    next_order = sorted(trained, key=lambda index: (first_use[index], index))
-    computed: list[int] = []
-    fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
-    updated: dict[int, int] = {}  # the end of a chunk's last update
-    landed: dict[int, list[int]] = {}
-    landing: deque[tuple[int, int]] = deque()  # gradients on their way: (the end of the landing, bytes)
-    room = work.landing_room
-    launched: list[int] = []  # the last moment that was, and what the next one is launched after besides
-    due: dict[int, int] = {}  # updates that the thread which launches has not waited for
-    launches, together = any(work.launching), _awaited_together(work)
-    landed_here: list[int] = []  # by the host that computes, since the last moment
-    saves: list[list[int]] = []
-    waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
-    restores: list[int] = []  # moments that restored
-    live = 0
-    nothing = Hop(Track.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)  # the end of several
-
-    def update(index: int, at: int, moment: int, after: Iterable[int]) -> None:
-        step = at // per_step
-        urgency = (step + 1) * per_step + first_use[index]
-        ends = [graph.chain(piece.hops, step, moment, after, urgency, piece.staged)[-1] for piece in pieces[index]]
-        updated[index] = due[index] = ends[0] if len(ends) == 1 else graph.add(nothing, step, -1, ends)
-        if index not in work.moving:
-            fetched[index] = updated[index]
-
-    for index in standing(plan):
-        graph.change(-1, "windows", work.problem.window_bytes(index), at_end=True)
-    for at in range(STEPS * per_step + 1):
-        step, moment = divmod(at, per_step)
-        is_last = moment >= per_step - per_batch
-        moment %= per_batch
-        for fetch in fetches[at]:
-            after = [computed[fetch.room_after]] if fetch.room_after >= 0 else []
-            after += [updated[fetch.chunk]] if fetch.chunk in updated else []
-            tasks = graph.chain(work.fetch(fetch.chunk), step, moment, after, fetch.first_use)
-            graph.change(tasks[0], "windows", work.problem.window_bytes(fetch.chunk), at_end=False)
-            fetched[fetch.chunk] = tasks[-1]
-        after = computed[-1:]
-        after += [fetched.pop(index) for index in plan.accesses[moment].chunks if index in fetched]
-        hops = work.carry(moment, back=True)
-        if hops:
-            needed, missing = [], moments[moment].restored_bytes
-            while waiting and missing > 0:
-                end, num_bytes = waiting.pop()
-                needed.append(end)
-                missing -= num_bytes
-            needed += [computed[restores[-2]]] if len(restores) > 1 else []
-            tasks = graph.chain(hops, step, moment, needed, at)
-            graph.carried(moment, tasks, back=True)
-            restores.append(at)
-            after.append(tasks[-1])
-        arriving = work.landings(adding=at % per_step >= per_batch)[moment]
-        after += landed_here
-        landed_here.clear()
-        if work.carry(moment, back=False) and len(saves) >= SAVES_BEHIND:
-            after += saves[-SAVES_BEHIND]
-        if launches:
-            read = {other for index in plan.accesses[moment].chunks for other in together.get(index, (index,))}
-            launched += [due.pop(index) for index in sorted(read) if index in due]
-            launched = [graph.add(_launch(work.computing[moment], work.launching[moment]), step, -1, launched)]
-            after += launched
-        computed.append(graph.add(work.computing[moment], step, moment, after, at))
-        if not moment and at % per_step == 0:
-            graph.begins.append(computed[-1])
-        live = graph.live(computed[-1], moment, live)
-        if step == STEPS:
-            break
-        computed[-1:] = graph.chain(work.exchange(moment), step, moment, computed[-1:], at)[-1:] or computed[-1:]
-        hops = work.carry(moment, back=False)
-        if hops:
-            tasks = graph.chain(hops, step, moment, computed[-1:], at)
-            graph.carried(moment, tasks, back=False)
-            saves.append(tasks[-1:])
-            waiting.append((tasks[-1], moments[moment].saved_bytes))
-        for arrived in arriving:
-            tasks = graph.chain(arrived.hops, step, moment, computed[-1:], at)
-            if work.problem.compute is Tier.CPU and all(hop.boundary is None for hop in arrived.hops):
-                landed_here += tasks[-1:]
-            elif tasks:
-                landing.append((tasks[-1], arrived.hops[0].num_bytes))
-                room -= landing[-1][1]
-            landed.setdefault(arrived.chunk, []).extend(tasks[-1:] or computed[-1:])
-            if arrived.is_last and is_last and not clipping:
-                update(arrived.chunk, at, moment, landed.pop(arrived.chunk))
-        while room < 0 and landing:  # whoever launches waits until there is room for what has come
-            end, num_bytes = landing.popleft()
-            room += num_bytes
-            waited = launched if launches else landed_here
-            waited.append(end)
-        if at % per_step == per_step - 1 and clipping:  # the norm needs every gradient
-            # Its sums leave behind all gradients, by the same engine. The thread that launches waits for it.
-            everything = sorted({end for ends in landed.values() for end in ends} | {computed[-1]})
-            norm = graph.add(nothing, step, -1, everything)
-            launched += [norm] if launches else []
-            for index in next_order:
-                update(index, at, -1, [norm])
-            landed.clear()
-    for last, index in released:
-        if 0 <= last < len(computed):
-            graph.change(computed[last], "windows", -work.problem.window_bytes(index), at_end=True)
-    return graph
+    order = _Overlap(work, clipping=clipping)
+    for at in range(STEPS * order.per_step):
+        now = order.moment(at)
+        order.begin(now)
+        order.end(now)
+    order.begin(order.moment(STEPS * order.per_step))
+    order.let_go()
+    return order.graph
