@@ -84,7 +84,8 @@ def test_page_locking_that_is_refused(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert_same(train(where, tmp_path), wanted)
-    assert len(sizes) > 5, "weights, gradients and staging: states are not registered"
+    # What is as large as something that was refused is not asked for again.
+    assert len(sizes) > (5 if allowed > 5 else allowed), "weights, gradients and staging: states are not registered"
     assert ["cannot be registered" in str(one.message) for one in said] == [True] * (allowed < len(sizes))
 
 

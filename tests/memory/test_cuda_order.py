@@ -18,10 +18,15 @@ from cuda_runtime import Runtime, Tensor
 
 from gemini import waiting
 from gemini.errors import GeminiError
+from gemini.ledger import Ledger
 from gemini.memory.devices import cuda, cuda_windows
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import Pages
+from gemini.memory.movement.mover import Staging
+from gemini.planning.planes import ADAM
+from gemini.planning.working import staging_bytes
+from gemini.tiers import Tier
 from gemini.waiting import Latch, await_latch
 
 
@@ -250,6 +255,36 @@ def test_a_refusal_in_the_middle_keeps_what_there_is_and_says_from_which_plane_o
     assert inside == [True] * 12 + [False] * 8 and sum(runtime.registered.values()) == 96 * GIB
     staged = device.make_host_buffer(GIB)
     assert staged.data_ptr() in runtime.registered, "what is smaller may still be taken"
+
+
+def test_what_was_refused_is_not_asked_for_again(
+    runtime: Runtime, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time all of its pages would be touched first."""
+    touched = list[int]()
+    monkeypatch.setattr(Pages, "touch", lambda pages: touched.append(pages.num_bytes))
+    runtime.most_registered = 3 * 8192
+    with pytest.warns(UserWarning, match="CUDA error 2.*it took 16 KiB, and not the 16 KiB from c on"):
+        device.reserve_host([("a", 8192), ("b", 8192), ("c", 12288), ("d", 4096)])
+    assert touched == [32768, 8192, 8192, 12288]
+    buffers = [device.make_host_buffer(size) for size in (8192, 8192, 12288, 16384)]
+    assert touched[4:] == []
+    buffers.append(device.make_host_buffer(4096))
+    assert touched[4:] == [4096] and len(runtime.registered) == 3, "less may be taken"
+
+
+def test_staging_is_registered_when_it_is_reserved(runtime: Runtime, device: CudaDevice) -> None:
+    """And not in the first step, whose copies would wait for the driver."""
+    one = staging_bytes(4096)
+    ledger = Ledger({Tier.CPU: 8 * one, Tier.GPU: 0})
+    ledger.reserve(Tier.CPU, 2 * one, "staging")
+    staging = Staging(device, 4096, ledger, 4096, ADAM)
+    assert [*runtime.registered.values()] == [one]
+    sets = [staging.take(), staging.take()]
+    assert sets[0] is not None and sets[1] is None
+    assert [*runtime.registered.values()] == [one] * 2
+    staging.own.scratch(0, torch.float32, 4096)
+    assert len(runtime.registered) == 2
 
 
 def test_a_buffer_that_is_larger_than_drivers_take_goes_without(

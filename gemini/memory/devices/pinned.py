@@ -108,6 +108,8 @@ class PinnedArena:
         self._device, self._node = device, node
         self._free: dict[int, deque[_Place]] = {}
         """Places of planes, by their size in whole pages."""
+        self._refused = sys.maxsize
+        """Bytes that the driver has refused: as many are not asked for again, and their pages not touched for it."""
 
     def reserve(self, sizes: Sequence[int]) -> tuple[int, Exception | None]:
         """Register now what planes of these sizes need, in this order: how many of them have registered memory, and why
@@ -149,7 +151,13 @@ class PinnedArena:
         self._free.clear()
 
     def _register(self, num_bytes: int) -> PinnedPages:
+        if num_bytes >= self._refused:
+            raise RuntimeError(f"it has refused {human_bytes(self._refused)} before")
         pages = PinnedPages(num_bytes)
         pages.device = self._device
-        pages.register(self._node)
+        try:
+            pages.register(self._node)
+        except RuntimeError:
+            self._refused = min(num_bytes, self._refused)
+            raise
         return pages

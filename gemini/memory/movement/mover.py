@@ -60,13 +60,16 @@ SLOTS = 4
 
 
 class _Memory:
-    """One buffer for all areas of a set, made at the first use by the one thread that uses it. Whole, so that huge
-    pages can stand behind it: they make a read from the disk several times as fast as pages of 4 KiB.
+    """One buffer for all areas of a set, made at the first use by the one thread that uses it; in host memory of a GPU
+    at once if it ``is_reserved``, for its driver takes long. Whole, so that huge pages can stand behind it: they make a
+    read from the disk several times as fast as pages of 4 KiB.
     """
 
-    def __init__(self, device: Device, num_bytes: int, *, on_device: bool = False):
+    def __init__(self, device: Device, num_bytes: int, *, on_device: bool = False, is_reserved: bool = True):
         self._device, self._num_bytes, self._on_device = device, num_bytes, on_device
         self._buffer: torch.Tensor | None = None
+        if device.tier is Tier.GPU and is_reserved and not on_device:
+            self.get()
 
     def get(self) -> torch.Tensor:
         if self._buffer is None:
@@ -146,7 +149,7 @@ class Staging:
         self._device, self._ledger = device, ledger
         self.is_reserved = reserved > 0
         """Whether the bytes of the training thread's set are in the ledger."""
-        self._own = StagingSet(_Memory(device, self.num_bytes), tile, rule=rule)
+        self._own = StagingSet(_Memory(device, self.num_bytes, is_reserved=self.is_reserved), tile, rule=rule)
         # Whole sets beyond the first one, as they were planned.
         self._num_left = max(reserved // self.num_bytes - 1, 0)
         memory, slot = _Memory(device, on_device, on_device=True), staging_bytes(device_tile, rule)
