@@ -1,28 +1,16 @@
-"""Models with parts in fp32, and their training by stock mixed precision and by Gemini, through every road.
-
-Stock mixed precision is autocast over fp32 weights, as the Trainer, Accelerate and Lightning have it. Gemini has the
-compute dtype's weights beside the parts in fp32. So losses are compared within the spread of the stock runs: how far
-they are from each other when all that differs is a rounding of the weights they begin with.
-"""
+"""Models with parts in fp32."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import accelerate
-import lightning as L
 import torch
 import transformers
-from gemini.integrations.accelerate import GeminiAccelerator
-from gemini.integrations.huggingface import GeminiTrainer
-from gemini.integrations.lightning import GeminiStrategy
 from torch import nn
 from torch.nn.utils import parametrizations
-from transformers import TrainerCallback, TrainingArguments
 
 import gemini
 
-STEPS, LR, ROWS = 8, 3e-3, 8
+ROWS = 8
 DATA = [
     {
         "pixel_values": torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(i)) + 0.2 * (i % 4),
@@ -117,98 +105,3 @@ def make(kind: str, nudge: int = 0) -> nn.Module:
 
 def config(kind: str) -> gemini.GeminiConfig:
     return gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="64MiB"), device="cpu", keep_fp32=KINDS[kind][1])
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-
-
-# ---- roads -----------------------------------------------------------------------------------------------------------
-
-
-def loop(model: Any, kind: str, stock: bool, folder: Path) -> list[float]:
-    if not stock:
-        model = gemini.GeminiDDP(model, config(kind))
-        optimizer: Any = gemini.HybridAdam(model.parameters(), lr=LR, weight_decay=0.0)
-    else:
-        optimizer = adamw(model)
-    losses = []
-    for _ in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16, enabled=stock):
-            loss = model(**BATCH)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def accelerator(model: Any, kind: str, stock: bool, folder: Path) -> list[float]:
-    if stock:
-        made: Any = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    else:
-        made = GeminiAccelerator(cpu=True, mixed_precision="bf16", gemini_config=config(kind))
-    model, optimizer = made.prepare(model, adamw(model))
-    losses = []
-    for _ in range(STEPS):
-        loss = model(**BATCH)["loss"]
-        made.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-class _Losses(TrainerCallback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.losses += [logs["loss"]] if "loss" in logs else []
-
-
-def trainer(model: Any, kind: str, stock: bool, folder: Path) -> list[float]:
-    args = TrainingArguments(
-        str(folder), max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=LR, bf16=True, use_cpu=True,
-        logging_steps=1, save_strategy="no", report_to=[], lr_scheduler_type="constant", max_grad_norm=0.0,
-        disable_tqdm=True, remove_unused_columns=False,
-    )  # fmt: skip
-    record, how = _Losses(), {} if stock else {"gemini_config": config(kind)}
-    made: Any = (transformers.Trainer if stock else GeminiTrainer)(
-        model=model, args=args, train_dataset=DATA, callbacks=[record], **how
-    )
-    made.train()
-    return record.losses
-
-
-class _Module(L.LightningModule):
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net, self.losses = net, list[float]()
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss = self.net(**batch)["loss"]
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return adamw(self)
-
-
-def lightning(model: Any, kind: str, stock: bool, folder: Path) -> list[float]:
-    module = _Module(model)
-    made = L.Trainer(
-        accelerator="cpu", devices=1, precision="bf16-mixed", logger=False, default_root_dir=folder,
-        strategy="auto" if stock else GeminiStrategy(config(kind)),
-        max_steps=STEPS, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    made.fit(module, torch.utils.data.DataLoader(DATA, batch_size=ROWS))
-    return module.losses
-
-
-ROADS: dict[str, Callable[[Any, str, bool, Path], list[float]]] = {
-    "loop": loop,
-    "accelerate": accelerator,
-    "trainer": trainer,
-    "lightning": lightning,
-}

@@ -248,6 +248,7 @@ def test_a_second_fit_with_the_same_optimizer_and_scheduler(monitored: bool, tmp
             assert run.optimizers[0] is module.kept["optimizer"]
         runs[strategy] = (module.rates, names, module.kept["lr_scheduler"]["scheduler"].state_dict())
         assert len(module.losses) == 6 and module.losses[3] < module.losses[0]
+        assert int(module.kept["optimizer"].state_dict()["state"][0]["step"]) == 6
     assert runs["gemini"] == runs["auto"]
     assert not monitored or "lr-AdamW" in runs["gemini"][1][0]
 
@@ -286,6 +287,7 @@ def negative(optimizer: Any) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "another class": (lambda p: torch.optim.SGD(p, lr=0.1), "SGD cannot update a managed model"),
+    "a class of one's own": (lambda p: type("Mine", (torch.optim.AdamW,), {})(p), "Mine cannot update a managed model"),
     "an option": (lambda p: torch.optim.AdamW(p, amsgrad=True), "AdamW has amsgrad=True"),
     "a state": (lambda p: torch.optim.AdamW(p), "in the loaded state"),
     "step of its own": (lambda p: torch.optim.AdamW(p), "step of the optimizer AdamW was replaced"),

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import gemini
 from gemini.integrations import huggingface
@@ -84,25 +83,3 @@ def test_configs_and_devices(tmp_path: Path) -> None:
     trainer, _ = make(tmp_path, model=spread)
     with pytest.raises(ValueError, match="device_map=: load it without"):
         trainer.train()
-
-
-def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
-    trainer, _ = make(tmp_path, gemini_config=Config(memory=gemini.MemoryBudget(cpu="20KiB")))
-    with pytest.raises(gemini.BudgetExceeded, match="missing on cpu.*Cheapest change"):
-        trainer.train()
-    assert not isinstance(trainer.model, gemini.GeminiDDP), "nothing was changed"
-
-
-def test_optimizers_that_cannot_be_converted(tmp_path: Path) -> None:
-    class Mine(torch.optim.AdamW):
-        """Might do anything."""
-
-    for make_optimizer, message in (
-        (lambda params: torch.optim.SGD(params, lr=1e-3), "the optimizer SGD.*torch.optim.AdamW, torch.optim.Adam or"),
-        (lambda params: Mine(params), "the optimizer Mine"),
-        (lambda params: torch.optim.Adam(params, amsgrad=True), "amsgrad=True.*leave it out"),
-    ):
-        model = llama()
-        trainer, _ = make(tmp_path, model=model, optimizers=(make_optimizer(model.parameters()), None))
-        with pytest.raises(ValueError, match=message):
-            trainer.train()

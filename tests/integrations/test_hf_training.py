@@ -1,6 +1,5 @@
 """Everything a Trainer does besides arithmetic goes on: logs, clipping, evaluation, generation, optimizers."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import gemini
 from tests.integrations.trainer_cases import (
     Record,
     Sentences,
-    Stop,
     arguments,
     assert_same_run,
     llama,
@@ -26,18 +24,6 @@ from tests.train.helpers import t5
 from tests.world import world_of
 
 # ---- traps -------------------------------------------------------------------------------------------------------
-
-
-def test_gradients_are_clipped_and_their_norm_is_logged(tmp_path: Path) -> None:
-    """Where the Trainer looked at ``p.grad`` the norm would be 0, and clipping silently off."""
-    loose, loose_log = train_new(tmp_path / "loose", max_grad_norm=1e9, max_steps=2, save_strategy="no")
-    tight, tight_log = train_new(tmp_path / "tight", max_grad_norm=1e-3, max_steps=2, save_strategy="no")
-    assert loose_log.of("grad_norm")[0] == tight_log.of("grad_norm")[0] > 0.5
-    first_moments = [
-        sum(t.optimizer.optimizer.full_state(n)["exp_avg"].square().sum() for n, _ in t.model.named_parameters()).sqrt()
-        for t in (tight, loose)
-    ]
-    assert first_moments[0] <= 0.2e-3 and first_moments[1] > 0.1, "what reached Adam was clipped"
 
 
 def test_without_clipping_the_norm_is_logged_all_the_same(tmp_path: Path) -> None:
@@ -69,21 +55,6 @@ def test_optimizer_states_are_not_copied_to_the_device(tmp_path: Path, monkeypat
     assert isinstance(trainer.optimizer.optimizer, gemini.HybridAdam)
 
 
-@pytest.mark.parametrize("flag", ["bf16", "fp16"])
-def test_precision_flags_bring_no_autocast_and_no_other_scaler(tmp_path: Path, flag: str) -> None:
-    seen = set()
-    model = llama()
-    model.model.layers[0].register_forward_hook(
-        lambda module, args, output: seen.add((torch.is_autocast_enabled("cpu"), args[0].dtype))
-    )
-    trainer, _ = train_new(tmp_path, model=model, max_steps=1, save_strategy="no", **{flag: True})
-    assert seen == {(False, {"bf16": torch.bfloat16, "fp16": torch.float16}[flag])}
-    assert isinstance(trainer.accelerator.scaler, gemini.GradScaler if flag == "fp16" else type(None))
-    assert not trainer.accelerator.native_amp
-    assert trainer.accelerator.mixed_precision == flag
-    assert world_of(trainer.model).config.precision == flag
-
-
 def test_the_managed_model_looks_like_the_model(tmp_path: Path) -> None:
     """A wrapper would drop columns, mis-scale the loss, give no eval loss and fail to save."""
     stock, _ = make(tmp_path / "stock", Trainer)
@@ -97,20 +68,6 @@ def test_the_managed_model_looks_like_the_model(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-6)
     trainer.save_model()
     assert (tmp_path / "ours" / "model.safetensors").is_file()
-
-
-def test_a_step_that_fp16_skips_does_not_move_the_schedule(tmp_path: Path) -> None:
-    trainer, record = make(tmp_path, fp16=True, max_steps=3, warmup_steps=0, save_strategy="no", logging_steps=1)
-    trainer.accelerator.scaler.load_state_dict(
-        {**trainer.accelerator.scaler.state_dict(), "scale": 2.0**40}
-    )  # too much
-    trainer.train()
-    rates = record.of("learning_rate")
-    assert rates[0] == rates[1] == rates[2] == 1e-2
-    assert trainer.accelerator.scaler.get_scale() == 2.0**37
-    assert trainer.accelerator.optimizer_step_was_skipped
-    trainer, record = train_new(tmp_path, fp16=True, max_steps=3, warmup_steps=0, save_strategy="no")
-    assert record.of("learning_rate")[2] < 1e-2 and not trainer.accelerator.optimizer_step_was_skipped
 
 
 # ---- options -----------------------------------------------------------------------------------------------------
@@ -178,45 +135,6 @@ def test_a_micro_batch_that_runs_out_of_memory_in_its_backward_is_made_again(tmp
     assert_same_run(failed, trained(tmp_path / "b", None))
 
 
-def test_an_optimizer_and_a_scheduler_of_ones_own(tmp_path: Path) -> None:
-    """The AdamW itself becomes a HybridAdam, whose rates the scheduler sets that was made for it."""
-    model = llama()
-    named = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [{"params": [named.pop("model.norm.weight")], "lr": 0.0}, {"params": list(named.values())}], lr=1e-2
-    )
-    scheduler = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)],
-        milestones=[1],
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lr_scheduler.step.*|.*optimizer.step.*")
-        trainer, _ = quick(tmp_path, model=model, optimizers=(optimizer, scheduler))
-    hybrid = trainer.optimizer.optimizer
-    assert isinstance(hybrid, gemini.HybridAdam) and scheduler.optimizer is hybrid is optimizer
-    assert [group["lr"] for group in hybrid.param_groups] == [0.0, 2.5e-3]
-    assert torch.equal(trainer.model.full_param("model.norm.weight"), llama().model.norm.weight)
-    assert not torch.equal(trainer.model.full_param("lm_head.weight"), llama().lm_head.weight)
-
-
-def test_adam_by_class_and_arguments(tmp_path: Path) -> None:
-    how = {"optimizer_cls_and_kwargs": (torch.optim.Adam, {"lr": 1e-2, "betas": (0.8, 0.9)})}
-    trainer, record = quick(tmp_path / "ours", **how)
-    _, wanted = quick(tmp_path / "stock", kind=Trainer, **how)
-    assert {g["decoupled_weight_decay"] for g in trainer.optimizer.param_groups} == {False}
-    assert record.of("loss") == pytest.approx(wanted.of("loss"), rel=2e-5)
-
-
-def test_decay_groups_are_the_trainers(tmp_path: Path) -> None:
-    trainer, _ = quick(tmp_path, optim="adamw_torch", adam_beta2=0.95, adam_epsilon=1e-7)
-    decayed, others = trainer.optimizer.param_groups
-    names = {id(p): n for n, p in trainer.model.named_parameters()}
-    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
-    assert all("norm" in names[id(p)] for p in others["params"]) and len(others["params"]) == 5
-    assert decayed["betas"] == (0.9, 0.95) and decayed["eps"] == 1e-7
-
-
 def test_updates_inside_backward(tmp_path: Path) -> None:
     config = gemini.GeminiConfig(gradients="transient")
     how: dict[str, Any] = {"max_grad_norm": 0, "gradient_accumulation_steps": 1, "bf16": True}
@@ -245,21 +163,6 @@ def test_gradients_from_before_are_dropped_as_the_trainer_does(tmp_path: Path) -
     trainer.train()
     other.train()
     assert_same_run(trainer, other)
-
-
-def test_metrics_prediction_and_callbacks(tmp_path: Path) -> None:
-    def accuracy(prediction: Any) -> dict[str, float]:
-        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-    trainer, record = make(tmp_path, compute_metrics=accuracy, eval_strategy="steps", eval_steps=2, save_strategy="no")
-    trainer.add_callback(Stop(4))
-    before = trainer.predict(Sentences(4))
-    assert before.predictions.shape == (4, 12, 96) and "test_accuracy" in before.metrics
-    output = trainer.train()
-    assert trainer.state.global_step == 4 and len(record.of("eval_accuracy")) == 2
-    assert output.training_loss == pytest.approx(sum(record.of("loss")) / 4, rel=1e-6)
-    assert trainer.evaluate()["eval_loss"] < before.metrics["test_loss"]
-    assert trainer.model.memory_report()["cpu"]["used"] > 0
 
 
 def test_generation_in_evaluation(tmp_path: Path) -> None:
@@ -302,10 +205,3 @@ def test_ranks_reduce_after_each_micro_batch_unless_told_otherwise(tmp_path: Pat
     said = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
     trainer, _ = make(tmp_path, accelerator_config=said)
     assert not trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-
-
-def test_bf16_weights_without_a_flag_are_trained_in_fp32_and_said_so(tmp_path: Path) -> None:
-    trainer, _ = make(tmp_path, model=llama().bfloat16(), max_steps=1, save_strategy="no")
-    with pytest.warns(UserWarning, match="trained in fp32"):
-        trainer.train()
-    assert world_of(trainer.model).config.precision == "fp32"

@@ -5,8 +5,6 @@ import errno
 import os
 import pickle
 import resource
-import signal
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ from lightning_cases import (  # noqa: F401
 )
 
 import gemini
-from benchmarks._progress import run as watched_run
 from tests.world import world_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -383,32 +380,3 @@ def test_a_missing_checkpoint_and_one_without_states(fitted: Any, tmp_path: Path
 
 
 # ---- SIGKILL ---------------------------------------------------------------------------------------------------------
-
-KILLED = """
-import os, signal, sys
-sys.path[:0] = [{tests!r}]
-import torch; torch.set_num_threads(1)
-from lightning_cases import *
-from lightning.pytorch.callbacks import ModelCheckpoint, Callback
-
-class Death(Callback):
-    def on_train_batch_start(self, trainer, module, batch, index):
-        if trainer.global_step == {step}:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-saving = ModelCheckpoint({folder!r}, filename="{{step}}", every_n_train_steps=2, save_top_k=1, save_last=True)
-run = trainer(GeminiStrategy(config("bf16")), callbacks=[saving, Death()], enable_checkpointing=True, max_epochs=2)
-run.fit(Tiny(), loader())
-"""
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_is_uninterrupted(tmp_path: Path) -> None:
-    code = KILLED.format(tests=str(Path(__file__).parent), step=7, folder=str(tmp_path))
-    died = watched_run([sys.executable, "-c", code], cwd=ROOT, env=clean_environment())
-    assert died.returncode == -signal.SIGKILL
-    whole, resumed = Tiny(), Tiny()
-    fit(whole, GeminiStrategy(config("bf16")), max_epochs=2)
-    fit(resumed, GeminiStrategy(config("bf16")), ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
-    assert len(resumed.losses) == 6
-    assert_same(state_of(resumed), state_of(whole))

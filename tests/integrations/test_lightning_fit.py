@@ -94,18 +94,6 @@ def test_the_name_stands_for_the_strategy() -> None:
 # ---- precision and clipping ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flag", "precision"),
-    [("32-true", "fp32"), (None, "fp32"), ("bf16-mixed", "bf16"), ("bf16-true", "bf16"), ("16-true", "fp16")],
-)
-def test_what_trainer_says_is_the_precision(flag: Any, precision: str) -> None:
-    run = trainer("gemini", precision=flag)
-    assert run.precision_plugin.compute == precision
-    if flag is not None:
-        assert trainer(GeminiStrategy(config(precision)), precision=flag).precision_plugin.compute == precision
-    assert trainer(GeminiStrategy(config("bf16"))).precision_plugin.compute == "bf16"
-
-
 def test_mixed_fp16_is_fp16_where_lightning_lets_it_through() -> None:
     from lightning.pytorch.plugins.precision import MixedPrecision
 

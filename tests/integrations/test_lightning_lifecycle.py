@@ -50,20 +50,6 @@ def test_fit_twice_begins_anew_as_torch_does(tmp_path: Path) -> None:
     assert_same(state_of(module), state_of(plain))
 
 
-def test_an_optimizer_given_again_goes_on() -> None:
-    class Keeping(Tiny):
-        kept: Any = None
-
-        def configure_optimizers(self) -> Any:
-            self.kept = self.kept or torch.optim.AdamW(self.parameters(), lr=1e-2)
-            return self.kept
-
-    module = Keeping()
-    fit(module, GeminiStrategy(config()), 8)
-    fit(module, GeminiStrategy(config()), 8)
-    assert state_of(module)["step/scale"] == 4
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluating_first_changes_nothing(precision: str, tmp_path: Path) -> None:
     """Without fit the model is managed as well, whole: what is trained later has every bit it would have had."""

@@ -1,7 +1,6 @@
 """What people do with adapters around training: save, open, merge, switch, and add some too late."""
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 
 import gemini
@@ -58,23 +56,6 @@ def test_plain_peft_opens_what_was_saved(method: str, where: str, precision: str
     opened = peft.PeftModel.from_pretrained(base, tmp_path / "out", autocast_adapter_dtype=False)
     cast_params(opened, precision)
     assert torch.equal(logits(opened.eval()), logits(model.eval()))
-
-
-def test_the_saved_directory_is_an_ordinary_one(tmp_path: Path) -> None:
-    trained("lora", "disk", tmp_path).save_pretrained(tmp_path / "out")
-    maker("lora")().save_pretrained(tmp_path / "plain")
-    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == sorted(
-        f.name for f in (tmp_path / "plain").iterdir()
-    )
-    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("out", "plain")]
-    for config in configs:
-        config["target_modules"] = sorted(config["target_modules"])
-    assert configs[0] == configs[1]
-    keys = []
-    for name in ("out", "plain"):
-        with safe_open(tmp_path / name / "adapter_model.safetensors", framework="pt") as file:
-            keys.append({key: file.get_slice(key).get_shape() for key in file.keys()})
-    assert keys[0] == keys[1]
 
 
 def test_a_part_of_a_model_gives_its_state_dict(tmp_path: Path) -> None:

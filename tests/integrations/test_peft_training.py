@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import gemini
 from gemini.planning.planes import WEIGHTS
 from tests.integrations.peft_cases import CAUSAL, CONFIGS, llama, maker, move_adapters, seeded
 from tests.train import helpers
@@ -126,20 +125,6 @@ def test_gradient_checkpointing(method: str, reentrant: bool, tmp_path: Path) ->
     compare(make, "disk", tmp_path, seeded)
 
 
-def test_accumulation(tmp_path: Path) -> None:
-    plain, model = Plain(maker("lora")()), wrap(maker("lora")(), "ram", tmp_path, gradients="accumulate")
-    optimizer = adam(model)
-    for step in range(2):
-        for seed in (2 * step, 2 * step + 1):
-            helpers.on_batch(model, seed).backward()
-            plain.backward(helpers.on_batch(plain.model, seed))
-        assert float(model.clip_grad_norm_(0.1)) == pytest.approx(plain.clip(0.1), rel=1e-7)
-        optimizer.step()
-        optimizer.zero_grad()
-        plain.step()
-    helpers.assert_same_state(model, plain)
-
-
 def pages(params: list[nn.Parameter], itemsize: int) -> int:
     """Bytes of a plane of ``itemsize``: each param starts on a page of 4 KiB of the narrowest plane."""
     return sum(-(-param.numel() // 2048) * 2048 * itemsize for param in params)
@@ -170,18 +155,6 @@ def test_a_frozen_base_on_the_drive_is_read_and_never_written(tmp_path: Path) ->
     adapters = sum(pages([p], 2) for p in model.parameters() if p.requires_grad)
     written = model.memory_report()["moved"]["cpu->nvme"]
     assert written == (1 + 1 + 1 + 2 + 2) * adapters  # gradient, weights, residual, two states
-
-
-def test_checkpoints_hold_adapters_and_base(tmp_path: Path) -> None:
-    first = wrap(maker("modules to save")(), "disk", tmp_path)
-    optimizer = adam(first)
-    helpers.train(first, optimizer, range(2))
-    gemini.save_checkpoint(tmp_path / "saved", first, optimizer)
-    second = wrap(maker("modules to save")(), "ram", tmp_path)
-    other = adam(second)
-    gemini.load_checkpoint(tmp_path / "saved", second, other)
-    assert helpers.train(first, optimizer, range(2, 4)) == helpers.train(second, other, range(2, 4))
-    helpers.assert_same_snapshot(helpers.snapshot(first), helpers.snapshot(second))
 
 
 @pytest.mark.parametrize("method", ["dora", "prompt", "prefix"])

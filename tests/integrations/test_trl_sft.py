@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast, Trainer
 
 import gemini
 from tests.integrations.trainer_cases import Record, assert_same_run, llama, make, train_new
-from tests.world import world_of
 
 WORDS = "the a cat dog sat ran on under mat tree and then slept".split()
 LORA = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -63,16 +62,6 @@ def test_sft_follows_the_stock_sft_trainer_and_resumes_exactly(tmp_path: Path) -
     again, _ = sft(tmp_path / "ours")
     again.train(resume_from_checkpoint=True)
     assert_same_run(trainer, again)
-
-
-def test_sft_of_an_adapter_in_bf16(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    trainer, record = sft(tmp_path, bf16=True, peft_config=peft.LoraConfig(**LORA))
-    trainer.train()
-    assert world_of(trainer.model).config.precision == "bf16" and min(record.of("grad_norm")) > 0
-    adapter = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "gemini"} <= adapter
-    assert "model.safetensors" not in adapter
 
 
 # ---- PEFT without TRL --------------------------------------------------------------------------------------------

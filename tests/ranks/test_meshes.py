@@ -25,7 +25,7 @@ from gemini.ranks.wire import Tag
 from gemini.tiers import Tier
 from tests.ranks.context_cases import Case, Result, batch, differences, make
 from tests.ranks.parallel_cases import config_for, mesh_of, num_batches
-from tests.ranks.pool import Failure, Pools, failures
+from tests.ranks.pool import Failure, Pools
 from tests.ranks.schedules import delayed
 from tests.train import helpers
 from tests.world import world_of
@@ -311,18 +311,6 @@ def test_any_mesh_computes_what_one_process_does(
         assert own.norm == pytest.approx(wanted.norm, rel=1e-6)
         names |= own.grads.keys()
     assert names == wanted.grads.keys()
-
-
-def other_batches(along: str, folder: str) -> None:
-    mesh = mesh_of({"cp": 2, "tp": 2})
-    model: Any = gemini.GeminiDDP(make(Case()), config_for("ram", folder), mesh=mesh)
-    model(**gemini.sequence_batch(batch(Case(), mesh.get_local_rank(along)), mesh))
-
-
-@pytest.mark.parametrize(("along", "says"), [("cp", "the part of a batch of rank"), ("tp", "the first batch of rank")])
-def test_ranks_that_read_other_samples_are_refused(along: str, says: str, pool_of: Pools, tmp_path: Path) -> None:
-    for text in failures(pool_of(4).outcomes(other_batches, along, str(tmp_path)), "RankMismatch"):
-        assert says in text
 
 
 def libraries(dims: list[str]) -> list[Any]:

@@ -84,9 +84,6 @@ def test_tied_embeddings_stay_the_same_on_both_ends(
     assert len(ends) == num_ranks and all(helpers.same_bits(value, ends[0]) for value in ends)
 
 
-# ---- saving ----------------------------------------------------------------------------------------------------------
-
-
 # ---- one process -----------------------------------------------------------------------------------------------------
 
 

@@ -141,20 +141,6 @@ def test_generate_of_different_lengths(pool_of: Pools) -> None:
         assert found == wanted
 
 
-def read_on_one_rank() -> bool:
-    model = wrap()
-    same = True
-    if dist.get_rank() == 0:
-        plain = dict(helpers.llama().named_parameters())
-        same = all(torch.equal(value, plain[name].detach()) for name, value in model.state_dict().items())
-    step(model, helpers.adam(model))
-    return same
-
-
-def test_one_rank_may_read_all_weights(pool_of: Pools) -> None:
-    assert pool_of(2).run(read_on_one_rank) == [True, True]
-
-
 def end_early(how: str) -> None:
     model = wrap()
     optimizer = helpers.adam(model)
@@ -313,26 +299,6 @@ def test_a_nodes_budgets_are_divided_among_its_ranks(pool_of: Pools) -> None:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def write_together(alike: bool) -> float:
-    model = wrap()
-    param = model.lm_head.weight
-    before = model.full_param("lm_head.weight")
-    try:
-        with model.gathered([param], write=True), torch.no_grad():
-            if alike or dist.get_rank() == 0:
-                param.mul_(2)
-    except gemini.RankMismatch:
-        assert torch.equal(model.full_param("lm_head.weight"), before)
-        raise
-    return float(((model.full_param("lm_head.weight") - 2 * before).abs()).max())
-
-
-def test_writes_must_be_the_same_on_every_rank(pool_of: Pools) -> None:
-    assert pool_of(2).run(write_together, True) == [0.0, 0.0]
-    for text in failures(pool_of(2).outcomes(write_together, False), "RankMismatch"):
-        assert "Nothing was changed" in text
 
 
 def write_at_rest() -> list[bool]:

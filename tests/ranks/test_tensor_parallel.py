@@ -226,22 +226,7 @@ def test_models_are_made_in_slices(how: str, where: str, pool_of: Pools, tmp_pat
         assert all(helpers.same_bits(found[name], value) for name, value in wanted.items())
 
 
-def loaded(folder: str) -> dict[str, torch.Tensor]:
-    mesh = mesh_of({"tp": 2})
-    model: Any = gemini.GeminiDDP(llama(), config_for("ram", ""), mesh=mesh)
-    state = {name: torch.full_like(value, 0.5) + value for name, value in llama().state_dict().items()}
-    model.load_state_dict(state)
-    return {name: value - state[name] for name, value in model.state_dict().items()}
-
-
-def test_a_whole_state_is_loaded_into_slices(pool_of: Pools) -> None:
-    for found in pool_of(2).run(loaded, ""):
-        assert all(not value.any() for value in found.values())
-
-
 # ---- saving ----------------------------------------------------------------------------------------------------------
-
-CHECKPOINTS: tuple[dict[str, int], ...] = ({"dp": 2, "tp": 2}, {"dp": 4}, {"tp": 4}, {"tp": 2}, {})
 
 
 def saved(sizes: dict[str, int], folder: str, precision: str, states: str, where: str) -> dict[str, torch.Tensor]:
@@ -274,22 +259,6 @@ def went_on(sizes: dict[str, int], folder: str, precision: str, states: str, whe
     return found
 
 
-@pytest.mark.sweep(every=7)
-@pytest.mark.parametrize("where", ["ram", "disk"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("after", CHECKPOINTS, ids=str)
-@pytest.mark.parametrize("before", CHECKPOINTS, ids=str)
-def test_a_checkpoint_of_any_slices_goes_into_any(
-    before: dict[str, int], after: dict[str, int], precision: str, where: str, pool_of: Pools, tmp_path: Path
-) -> None:
-    first = pool_of(max(2, math.prod(before.values())))
-    wanted = first.run(saved, before, str(tmp_path), precision, "exact", where)[0]
-    second = pool_of(max(2, math.prod(after.values())))
-    for found in second.run(went_on, after, str(tmp_path), precision, "exact", where):
-        assert found.keys() == wanted.keys()
-        assert all(helpers.same_bits(value, wanted[name]) for name, value in found.items())
-
-
 def test_compact_states_go_into_the_same_slices_only(pool_of: Pools, tmp_path: Path) -> None:
     settings = (str(tmp_path), "bf16", "compact", "ram")
     wanted = pool_of(4).run(saved, {"dp": 2, "tp": 2}, *settings)[0]
@@ -297,40 +266,6 @@ def test_compact_states_go_into_the_same_slices_only(pool_of: Pools, tmp_path: P
         assert all(helpers.same_bits(value, wanted[name]) for name, value in found.items())
     for text in failures(pool_of(4).outcomes(went_on, {"tp": 4}, *settings), "PlanMismatch"):
         assert "was saved with tp=2 and the mesh has tp=4: compact states" in text
-
-
-def exported(sizes: dict[str, int], folder: str, precision: str) -> dict[str, torch.Tensor]:
-    model: Any = gemini.GeminiDDP(llama(), config_for("disk", folder, precision=precision), mesh=mesh_of(sizes))
-    model.save_pretrained(f"{folder}/exported")
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2_tp2"])
-def test_an_exported_model_opens_with_transformers(
-    sizes: dict[str, int], precision: str, pool_of: Pools, tmp_path: Path
-) -> None:
-    found = pool_of(math.prod(sizes.values())).run(exported, sizes, str(tmp_path), precision)[0]
-    from transformers import LlamaForCausalLM
-
-    opened = LlamaForCausalLM.from_pretrained(tmp_path / "exported", dtype=helpers.DTYPES[precision])
-    for name, value in opened.state_dict().items():
-        assert helpers.same_bits(value, found[name]), name
-        assert helpers.same_bits(value, llama().state_dict()[name].to(value.dtype)), name
-    if precision == "fp32":
-        with torch.no_grad():
-            assert torch.equal(opened(input_ids=ids_of(0, 0)).logits, llama().eval()(input_ids=ids_of(0, 0)).logits)
-
-
-def export_onto_a_file(folder: str) -> None:
-    model: Any = gemini.GeminiDDP(llama(), config_for("ram", folder), mesh=mesh_of({"tp": 2}))
-    Path(folder, "there").touch()
-    model.save_pretrained(f"{folder}/there")
-
-
-def test_an_export_that_fails_on_the_writer_fails_on_all(pool_of: Pools, tmp_path: Path) -> None:
-    for text in failures(pool_of(2).outcomes(export_onto_a_file, str(tmp_path)), "StorageError"):
-        assert "that is a file, not a directory" in text
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

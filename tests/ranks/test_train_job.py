@@ -98,19 +98,6 @@ def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_two_ranks_train_as_one_with_twice_the_batch(pool_of: Pools, folder: Path) -> None:
-    """Losses agree within the rounding of sums in another order; the windows and the position are the same."""
-    options = options_of(folder, gradient_accumulation_steps=2, output_dir=folder / "out")
-    alone = train_here(options | {"per_device_train_batch_size": 4})
-    two = pool_of(2).run(train_here, options | {"per_device_train_batch_size": 2})
-    assert two[0].losses == two[1].losses and same_weights(two[0].weights, two[1].weights)
-    assert two[0].losses == pytest.approx(alone.losses, rel=1e-5)
-    assert alone.losses[-1] < 0.8 * alone.losses[0], "without learning any data would do"
-    assert two[0].state == two[1].state == alone.state
-    assert "2 processes share the model and the memory; a batch of all of them has 4 sequences" in two[0].output
-
-
 def moe(folder: Path) -> Path:
     model = {"model_type": "qwen3_moe", "vocab_size": 258, "hidden_size": 32, "moe_intermediate_size": 16}
     model |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -434,20 +421,6 @@ def test_a_wish_to_stop_stops_all_after_the_same_step(
     rest = pool_of(2).run(train_here, options | {"output_dir": out, "resume_from_checkpoint": "auto"})
     assert len(rest[0].losses) == 2 and rest[0].losses == whole[0].losses[step:]
     assert same_weights(rest[0].weights, whole[0].weights)
-
-
-@pytest.mark.slow
-def test_the_death_of_a_rank_ends_the_other_at_once(folder: Path) -> None:
-    with torchrun(folder, "--output_dir", folder / "out", "--max_steps", 100000) as job:
-        job.wait_for("\nstep 3/")
-        began = time.monotonic()
-        os.kill(job.pid(1), signal.SIGKILL)
-        job.end()
-        assert time.monotonic() - began < 55
-        words = job.said(0, "stderr")
-        assert re.search("^gemini: .*(rank 1 did not answer|Another rank died)", words) and "Traceback" not in words, (
-            job.everything()
-        )
 
 
 @pytest.mark.slow
