@@ -110,14 +110,14 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_rest_goes_on(
         return [sys.executable, "-c", PROGRAMS[part].replace("OUT", repr(str(args.parts_folder / f"{part}.json")))]
 
     monkeypatch.setattr(gpu_suite, "command_of", command_of)
-    command = ["--out", str(tmp_path), "--parts", "copies,exactness,kernels,size", "--limit", "exactness=8"]
+    command = ["--out", str(tmp_path), "--parts", "copies,exactness,kernels,size", "--limit", "exactness=4"]
     monkeypatch.setitem(gpu_suite.PARTS, "size", gpu_suite.PARTS["size"]._replace(least=10**6))
     assert gpu_suite.main(command) == 1
     (report,) = tmp_path.glob("gpu_suite_h200_*.md")
     raw = json.loads(report.with_suffix(".json").read_text())["parts"]
     states = {part: raw[part]["state"] for part in ("copies", "exactness", "kernels", "size")}
     assert states == {
-        "copies": "failed with 3", "exactness": "stopped after 8 s", "kernels": "done", "size": "not run: no time left",
+        "copies": "failed with 3", "exactness": "stopped after 4 s", "kernels": "done", "size": "not run: no time left",
     }  # fmt: skip
     text = report.read_text()
     for told in ("about to fail", "- half of it", "- it went well", "not measured: build, throughput, peers, tests"):

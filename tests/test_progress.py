@@ -25,11 +25,11 @@ def test_what_goes_on_is_waited_for_longer_than_the_patience(code: str) -> None:
 
 
 def test_what_hangs_is_ended_with_what_it_has_said() -> None:
-    with pytest.raises(NoProgress, match="no progress for 2 s\n.*here"):
-        run([sys.executable, "-c", HANGS], patience=2.0)
+    with pytest.raises(NoProgress, match="no progress for 1 s\n.*here"):
+        run([sys.executable, "-c", HANGS], patience=1.0)
     process = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True)
     with pytest.raises(NoProgress):
-        finish(process, patience=2.0)
+        finish(process, patience=1.0)
     assert process.poll() is not None
     stopped = threading.Event()
     thread = threading.Thread(target=stopped.wait)

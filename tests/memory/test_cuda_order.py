@@ -135,16 +135,6 @@ def test_tensors_are_kept_until_their_copy_is_over(runtime: Runtime, device: Cud
 
 
 @pytest.mark.usefixtures("quick_looks")
-def test_a_copy_that_is_stuck_is_said_to_be(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
-    copying = device.copy(*tensors, "evict")
-    with (
-        pytest.warns(UserWarning, match="nothing has moved .* while waiting for a copy"),
-        pytest.raises(GeminiError, match="nothing has moved .* while waiting for a copy"),
-    ):
-        copying.wait()
-
-
-@pytest.mark.usefixtures("quick_looks")
 def test_who_waits_for_a_gpu_lets_others_wait(
     runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,16 +346,6 @@ def test_copy_streams_share_no_cuda_stream_though_torch_hands_them_out_in_turn(
                 runtime.Stream()
         used |= {stream.cuda_stream for stream in device._copying[name].by_direction.values()}
     assert len(used) == 10 and runtime.current().cuda_stream not in used
-
-
-def test_grads_out_and_weights_in_wait_for_nothing_of_each_other_s(
-    runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]
-) -> None:
-    host, card = tensors
-    for _ in range(3):
-        device.copy(card, host, "fetch", behind_computing=False)
-        device.copy(host, card, "evict", behind_computing=False)
-    assert not [line for line in runtime.said() if "waits" in line]
 
 
 class Clock:

@@ -165,24 +165,7 @@ def test_closing_finishes_what_was_begun_and_may_be_followed_by_more(device: Dev
     assert into.sum() == 0
 
 
-def test_free_bytes_is_a_size(device: Device) -> None:
-    assert device.free_bytes() > 2**20
-
-
 # ---- the stand-in's clock --------------------------------------------------------------------------------------------
-
-
-def test_events_are_incomplete_until_the_gate_opens() -> None:
-    gate = Gate()
-    device = StandinDevice(gate=gate)
-    into = torch.zeros(4)
-    event = device.copy(into, torch.ones(4), "fetch")
-    time.sleep(0.05)
-    assert not event.is_complete() and into.tolist() == [0] * 4
-    gate.opened["fetch"].set()
-    event.wait()
-    assert event.is_complete() and into.tolist() == [1] * 4
-    device.close()
 
 
 def test_a_stream_is_in_order_and_streams_are_independent() -> None:
@@ -197,19 +180,6 @@ def test_a_stream_is_in_order_and_streams_are_independent() -> None:
     fetches[-1].wait()
     assert all(event.is_complete() for event in fetches), "what was asked first is over when the last one is"
     assert cell.item() == 19
-    device.close()
-
-
-def test_a_failing_copy_names_its_cause() -> None:
-    def gate(stream: str) -> None:
-        raise OSError(5, "the GPU fell off the bus")
-
-    device = StandinDevice(gate=gate)
-    event = device.copy(torch.zeros(1), torch.ones(1), "fetch")
-    with pytest.raises(GeminiError, match="the GPU fell off the bus") as caught:
-        event.wait()
-    assert isinstance(caught.value.__cause__, OSError)
-    assert event.is_complete(), "over, though not well"
     device.close()
 
 
@@ -350,30 +320,6 @@ def test_a_closed_clock_holds_nothing() -> None:
     device.close()
     assert all(event.is_complete() for event in events) and into.sum() == 30
     assert clock.order == ["fetch"] * 30
-
-
-def test_an_event_that_never_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.001)
-    with pytest.raises(GeminiError, match="nothing has moved"), pytest.warns(UserWarning, match="nothing has moved"):
-        Event().wait()
-
-
-def test_training_waits_for_slow_copies() -> None:
-    """Copies that take their time, in an order the seed chooses, change nothing in the bits."""
-
-    def run(gate) -> dict[str, torch.Tensor]:
-        device = StandinDevice(gate=gate)
-        memory = gemini.MemoryBudget(gpu="1MiB", cpu="64MiB")
-        model = gemini.GeminiDDP(make_net(), gemini.GeminiConfig(memory=memory, device=device))
-        optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
-        for step in range(2):
-            train_step(model, optimizer, step)
-            world_of(model).check()
-        return masters(model)
-
-    undelayed = run(None)
-    for seed in range(2):
-        assert same(undelayed, run(RandomClock(seed, longest=0.001)))
 
 
 def test_a_copy_that_fails_in_training_is_a_clear_error() -> None:

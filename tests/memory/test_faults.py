@@ -242,22 +242,3 @@ def test_a_fault_while_wrapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         del caught, net
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors, "spill files are still open"
-
-
-def test_training_goes_on_after_many_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One model, a hundred broken forwards and backwards in a row: nothing adds up."""
-    _, after = reference(tmp_path, 1)
-    faults = Faults(monkeypatch, "read")
-    model, optimizer = make(tmp_path)
-    world = world_of(model)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    for turn in range(100):
-        faults.start(1 + turn % 4)  # the reads that a forward and backward makes at least
-        with pytest.raises(GeminiError):
-            one_step(model, optimizer, 1, faults, 1)
-        faults.start(0)
-        optimizer.zero_grad()
-        world.check()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    one_step(model, optimizer, 1, None, 1)
-    assert same(masters(model), after)

@@ -392,18 +392,3 @@ def test_every_ledger_call_may_fail(make_world: Callable[[list[int], int], World
         play(world)
         check(world)
     raise AssertionError("it never came to an end")
-
-
-def test_ledger_invariants_and_refusals() -> None:
-    ledger = Ledger({Tier.CPU: 10})
-    ledger.reserve(Tier.CPU, 4, "a")
-    for wrong in (lambda: ledger.reserve(Tier.CPU, 7, "b"), lambda: ledger.reserve(Tier.NVME, 1, "b")):
-        with pytest.raises(BudgetExceeded, match="b asked for"):
-            wrong()
-    with pytest.raises(KeyError), ledger.reserving(Tier.CPU, 6, "b"):
-        assert ledger.free(Tier.CPU) == 0
-        raise KeyError
-    assert (ledger.used(Tier.CPU), ledger.peak(Tier.CPU), ledger.holders(Tier.CPU)) == (4, 10, {"a": 4})
-    with pytest.raises(AssertionError):
-        ledger.release(Tier.CPU, 5, "a")
-    ledger.check_invariants()

@@ -105,53 +105,6 @@ def write(pair: SlotPair, first: int, values: list[int]) -> None:
     pair.write(source, first * PAGE)
 
 
-def read(pair: SlotPair) -> list[int]:
-    into = host_bytes(PAGES * PAGE)
-    pair.file.begin_read(pair.to_read(into, 0), urgent=True).wait()
-    assert (into.view(PAGES, PAGE) == into.view(PAGES, PAGE)[:, :1]).all()
-    return into.view(PAGES, PAGE)[:, 0].tolist()
-
-
-def committed(pair: SlotPair) -> list[int]:
-    """As a run that opens the file finds it."""
-    now, pair._now = pair._now, bytearray(pair._committed)
-    try:
-        return read(pair)
-    finally:
-        pair._now = now
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_draws_of_writes_commits_and_undoing(seed: int, tmp_path: Path) -> None:
-    """Beside a list of pages: what is undone was never there, and no write touches what is committed."""
-    rng, (file, pair) = random.Random(seed), made(tmp_path)
-    now, kept, before, can = [0] * PAGES, [0] * PAGES, None, set[bool]()
-    for number in range(1, 120):
-        what = rng.choice(("write", "write", "write", "begin", "undo", "keep", "commit"))
-        if what == "write":
-            first = rng.randrange(PAGES)
-            values = [number % 256] * rng.randint(1, PAGES - first)
-            write(pair, first, values)
-            now[first : first + len(values)] = values
-        elif what == "begin" and before is None:
-            can.add(pair.can_be_tentative)
-            if pair.can_be_tentative:
-                pair.begin_tentative()
-                before = list(now)
-        elif what == "undo":
-            pair.undo()
-            now, before = (now if before is None else before), None
-        elif what == "keep":
-            pair.keep()
-            before = None
-        elif what == "commit" and before is None:
-            pair.commit(pair.runs())
-            kept = list(now)
-        assert read(pair) == now and committed(pair) == kept, (number, what)
-    assert can == {True, False}
-    file.close()
-
-
 def test_what_is_neither_committed_nor_new_is_no_place_to_write(tmp_path: Path) -> None:
     file, pair = made(tmp_path)
     assert pair.can_be_tentative, "nothing was ever written"

@@ -316,32 +316,6 @@ def test_bytes_that_other_threads_take_are_seen_between_steps_too() -> None:
     assert value(recorder.end_step()).samples[0].held == {Tier.CPU: {"windows": 7}}
 
 
-def test_backward_on_a_thread_of_autograd_is_the_training_thread() -> None:
-    """As on a GPU; the stand-in here is a thread that is inside a backward."""
-    recorder, clock = recorded()
-    recorder.begin_step({})
-
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            recorder.computing("backward a")
-            clock.now += 1
-            with recorder.about("gradient landing", "land gradients of chunk 1", 1):
-                clock.now += 2
-            return grad
-
-    x = torch.ones(1, requires_grad=True)
-    thread = threading.Thread(target=lambda: Node.apply(x).backward())
-    thread.start()
-    thread.join(PATIENCE)
-    timeline = timeline_of(recorder)
-    assert spans(timeline) == [("compute", "backward a", 0, 1)] and timeline.stalls == {"gradient landing": 2}
-
-
 def test_many_threads_at_once_lose_nothing() -> None:
     recorder = Recorder()
     recorder.begin_step({})

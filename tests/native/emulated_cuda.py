@@ -10,6 +10,8 @@ the stand-in device that knows which memory is the host's: what is not is worked
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import re
 import subprocess
 import tempfile
@@ -34,12 +36,17 @@ _FLAGS = ["-std=c++17", "-Og", "-ffp-contract=off", "-Wno-unknown-pragmas", "-sh
 
 @cache
 def library() -> ctypes.CDLL:
-    """The bodies, compiled once in a process; needs g++."""
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / "device.so"
-        source = Path(__file__).parent / "emulated_device.cpp"
-        subprocess.run(["g++", *_FLAGS, str(source), "-o", str(built)], check=True, cwd=_ROOT)
-        return ctypes.CDLL(str(built))
+    """The bodies, compiled once for all processes that find the same sources; needs g++."""
+    source = Path(__file__).parent / "emulated_device.cpp"
+    sources = [source, *sorted(path for path in (_ROOT / "csrc").rglob("*") if path.is_file())]
+    texts = [repr(_FLAGS).encode(), *(path.read_bytes() for path in sources)]
+    built = Path(tempfile.gettempdir(), f"gemini-{os.getuid()}-{hashlib.sha256(b''.join(texts)).hexdigest()[:16]}.so")
+    if not built.exists():
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+            made = Path(folder) / "device.so"
+            subprocess.run(["g++", *_FLAGS, str(source), "-o", str(made)], check=True, cwd=_ROOT)
+            made.replace(built)
+    return ctypes.CDLL(str(built))
 
 
 class EmulatedLauncher:

@@ -87,16 +87,3 @@ def test_sums_in_24_bits(dtype: torch.dtype, shift: int, device: EmulatedKernels
             assert same_sums(sums, kernels.sum_grad24(*wanted, src, adding=doing == "add24")), (doing, n)
             assert_same_bits(hi, wanted[0], f"upper bits of {n}")
             assert_same_bits(lo, wanted[1], f"lower bits of {n}")
-
-
-@pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
-def test_gradients_of_any_bits(dtype: torch.dtype, device: EmulatedKernels) -> None:
-    src = to_dtype(any_bits(10_000, 5), dtype)
-    copied = torch.zeros_like(src)
-    sums = run_grad(device, "copy", copied, src)
-    assert_same_bits(copied, src, "copied")
-    assert same_sums(sums, kernels.sum_squares(src))
-    if dtype != torch.float32:
-        wide = torch.zeros(len(src))
-        run_grad(device, "widen", wide, src)
-        assert_same_bits(wide, src.float(), "widened")

@@ -14,7 +14,7 @@ from torch import Tensor
 from gemini import kernels
 from gemini.kernels import DeviceSums
 from tests.native.emulated_cuda import EmulatedKernels, emulate
-from tests.native.native_cases import GRAD_DTYPES, any_bits, assert_same_bits, same_sums, to_dtype
+from tests.native.native_cases import GRAD_DTYPES, any_bits, same_sums, to_dtype
 
 BIG = (1 << 20) + 4097  # two tiles, the second of a whole block and one element
 
@@ -104,14 +104,6 @@ def test_flags_say_what_the_sums_say(
     assert [bool(emulated.fetch([flag])[0]) for flag in of_sums if flag is not None] == [False, True, True]
     on_cpu(monkeypatch)
     assert kernels.nonfinite_flag([kernels.sum_squares(spoilt)]) is None, "for the host to look at"
-
-
-def test_the_emulated_face_splits_and_joins(emulated: EmulatedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    master = any_bits(5000, 3).clone()
-    hi, lo, out = torch.empty(5000, dtype=torch.bfloat16), torch.empty(5000, dtype=torch.int16), torch.empty(5000)
-    kernels.split_master(master, hi, lo)
-    kernels.join_master(hi, lo, out)
-    assert_same_bits(out, master, "joined")
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, math.inf])

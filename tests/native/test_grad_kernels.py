@@ -139,17 +139,6 @@ def test_reference_slabs_do_not_change_sums(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
-def test_norm_is_right(dtype: torch.dtype, isa: str) -> None:
-    src = gradient(1_500_000, dtype)
-    with kernels.use_isa(isa):
-        sums = kernels.sum_squares(src)
-    assert len(sums) == 2
-    true = torch.linalg.vector_norm(src.double()).item()
-    assert math.sqrt(kernels.total(sums)) == pytest.approx(true, rel=1e-13)
-
-
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_one_bad_element_shows_in_its_tile_only(bad: float, isa: str) -> None:
     src = torch.ones(2 * NORM_TILE + 5)
@@ -158,11 +147,6 @@ def test_one_bad_element_shows_in_its_tile_only(bad: float, isa: str) -> None:
         sums = kernels.sum_squares(src)
     assert not math.isfinite(sums[1])
     assert (sums[0], sums[2]) == (NORM_TILE, 5)
-
-
-def test_huge_values_do_not_overflow() -> None:
-    src = torch.full((1000,), 3e38)
-    assert kernels.total(kernels.sum_squares(src)) == pytest.approx(1000 * float(src[0]) ** 2)
 
 
 def test_total_adds_from_left_to_right() -> None:

@@ -198,18 +198,6 @@ def test_done_says_whether_wait_would_return_at_once(single: IoQueue, fd: int) -
         single.wait(failing)
 
 
-def test_urgent_requests_fail_and_succeed_as_others_do(queue: IoQueue, fd: int) -> None:
-    written, back = noise(3 * BLOCK + 5), torch.zeros(3 * BLOCK + 5, dtype=torch.uint8)
-    gone = os.dup(fd)
-    os.close(gone)
-    for _ in range(3):
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            write_now(queue, gone, written.data_ptr(), written.numel(), 0, urgent=True)
-    write_now(queue, fd, written.data_ptr(), written.numel(), 0, urgent=True)
-    read_now(queue, fd, back.data_ptr(), back.numel(), 0, urgent=True)
-    assert torch.equal(written, back)
-
-
 def test_tickets_are_good_for_one_wait(queue: IoQueue, fd: int) -> None:
     memory = torch.zeros(10, dtype=torch.uint8)
     ticket = queue.submit_write(fd, memory.data_ptr(), 10, 0, False)

@@ -192,24 +192,6 @@ print("done")
     assert "done" in in_subprocess(code)
 
 
-@pytest.mark.slow
-@needs_native
-def test_a_child_of_a_parent_that_never_used_the_pool_has_its_own() -> None:
-    code = """
-import os, sys, torch
-from gemini import kernels
-kernels.set_num_threads(3)
-before = set(os.listdir("/proc/self/task"))
-child = os.fork()
-if child == 0:
-    assert kernels._native.probe_pool(3_000_000, 64, -1) == 3_000_000
-    sys.exit(0 if len(os.listdir("/proc/self/task")) == 3 else 1)
-assert os.waitpid(child, 0)[1] == 0
-print("done")
-"""
-    assert "done" in in_subprocess(code)
-
-
 def test_exit_with_work_behind_does_not_hang() -> None:
     code = """
 import tempfile, torch

@@ -57,7 +57,7 @@ def test_every_policy_makes_legal_moves(rng: random.Random, policy: type[Evictio
 
 def test_a_palindrome_moves_what_the_closed_form_says() -> None:
     """Forward 0..n-1, backward n-1..0 with room for k chunks: n at first, and n - k again in backward."""
-    for n in range(2, 40):
+    for n in (2, 3, 4, 5, 8, 13, 21, 34):
         accesses = one_by_one([*range(n), *reversed(range(n))])
         for k in range(1, n + 1):
             moves = cheapest_moves(accesses, sizes=dict.fromkeys(range(n), 10), room=10 * k + 9)
