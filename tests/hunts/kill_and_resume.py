@@ -1,17 +1,12 @@
 """Kills training runs with SIGKILL and compares what comes out, bit for bit, with a run that nobody disturbed.
 
     python tests/hunts/kill_and_resume.py --out benchmarks/reports/kill_and_resume_<hardware>_<date>.md
-    python tests/hunts/kill_and_resume.py --trainer --repetitions 20 --steps 24 --save-every 4
 
 The run is the command line's own: ``torchrun --max-restarts 3 -m gemini sft ... --resume_from_checkpoint auto`` on a
 small GPT-2 with dropout, with a checkpoint every few steps. In each repetition one rank (they take turns) gets SIGKILL
 at a random step, or a random moment after a save has begun; torchrun starts all ranks again, and they go on from the
 newest checkpoint by themselves. Measured besides: how long the other ranks live after the kill, and when the first step
 is done again.
-
-With ``--trainer`` it is a script as users write it, in one process: transformers' Trainer with one line changed, bf16,
-dropout, accumulation, clipping, a schedule, shuffled rows, evaluation and ``save_total_limit``. After the kill the same
-script is started again, with ``resume_from_checkpoint=True`` if there is a checkpoint.
 
 The model's file and every file of the last checkpoint (masters, states, step counts, RNG states) must be the same bytes
 as those of the undisturbed run, and no unfinished checkpoint may be left. The exit code is 1 unless all are the same.
@@ -30,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -42,6 +37,14 @@ from benchmarks._report import add_out, head, publish, table  # noqa: E402
 PATIENCE_S = 240
 """How long anything may take before it counts as hanging."""
 Files = dict[str, bytes]
+MOST_DELAY_S = 0.1, 0.02
+"""After a step, and after a save has begun; a save of the default model takes about as long."""
+COLUMNS = ["went on after step", "the others end, s", "first step, s"]
+ABOUT = (
+    "bf16, dropout 0.1; {args.ranks} ranks on one machine, {args.steps} steps, a checkpoint every "
+    "{args.save_every}. One rank gets SIGKILL, torchrun starts all again. The others end: from the kill until no "
+    "other rank runs. First step: from the kill to the first step after the restart."
+)
 
 
 class Kill(NamedTuple):
@@ -57,13 +60,7 @@ class Kill(NamedTuple):
 
 
 class Run:
-    """A training run in a folder of its own, which is killed once."""
-
-    title: ClassVar[str]
-    about: ClassVar[str]
-    most_delay_s: ClassVar[tuple[float, float]]
-    """After a step, and after a save has begun; a save of the default model takes about as long."""
-    columns: ClassVar[list[str]]
+    """One ``torchrun`` of the training command in a folder of its own, which is killed once."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         folder.mkdir()
@@ -72,17 +69,40 @@ class Run:
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[Any]:
-        raise NotImplementedError
+        args, folder, self.logs = self.args, self.folder, self.folder / "logs"
+        model = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_layer": args.layers, "n_head": 4}
+        model |= {"n_embd": args.width, "bos_token_id": 256, "eos_token_id": 256}
+        (folder / "config.json").write_text(json.dumps(model))
+        (folder / "text.txt").write_text("".join(f"{n} times three is {3 * n}, they say.\n" for n in range(2000)))
+        train = f"--model_name_or_path {folder}/config.json --dataset_name {folder}/text.txt --output_dir {self.out}"
+        train += " --resume_from_checkpoint auto --use_cpu --gradient_checkpointing false --adam_beta2 0.95"
+        train += " --max_length 64 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-3"
+        train += f" --warmup_steps 4 --max_steps {args.steps} --logging_steps 1 --lr_scheduler_type cosine"
+        train += f" --save_steps {args.save_every} --save_total_limit 2 --ddp_timeout 600"
+        torchrun = f"--standalone --nproc-per-node {args.ranks} --max-restarts 3 --redirects 3 --log-dir {self.logs}"
+        words = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), "-m", "gemini", "sft"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with open(folder / "torchrun.log", "a") as file:
+            return subprocess.Popen([*words, *train.split()], cwd=ROOT, env=environment, stdout=file, stderr=file)
 
-    def spawn(self, words: list[str], log: Path) -> subprocess.Popen[Any]:
-        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-        with open(log, "a") as file:
-            return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=file, stderr=file)
+    def said(self, attempt: int) -> str:
+        """What rank 0 has printed so far in one attempt of torchrun's."""
+        found = list(self.logs.glob(f"*/attempt_{attempt}/0/stdout.log"))
+        return found[0].read_text() if found else ""
 
     def did(self, step: int) -> bool:
         """Whether that step is done."""
-        raise NotImplementedError
+        return f"step {step}/" in self.said(0)
+
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks that run now."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                found[int(child.environ()["RANK"])] = child.pid
+            except (psutil.Error, KeyError):
+                continue
+        return found
 
     def saving(self, step: int | str) -> bool:
         """Whether the checkpoint of ``step`` is being written now; of ``*`` any."""
@@ -90,11 +110,23 @@ class Run:
 
     def kill(self, kill: Kill) -> list[str]:
         """Kill a rank, see the run to its end; cells of the row."""
-        raise NotImplementedError
+        ranks, killed = self.pids(), time.perf_counter()
+        os.kill(ranks[kill.rank], signal.SIGKILL)
+        others = [pid for rank, pid in ranks.items() if rank != kill.rank]
+        self.wait_for("the end of the other ranks", lambda: not any(map(runs, others)))
+        others_end_s = time.perf_counter() - killed
+        self.wait_for("a step after the restart", lambda: "\nstep " in self.said(1), pause_s=0.01)
+        first_step_s = time.perf_counter() - killed
+        self.finish()
+        resumed = [line for line in self.said(1).splitlines() if line.startswith("resumed from ")]
+        return [resumed[0].rpartition(" ")[2] if resumed else "0", f"{others_end_s:.2f}", f"{first_step_s:.1f}"]
 
     def results(self) -> Files:
         """The model and the last checkpoint, file by file; what is left of unfinished ones counts as well."""
-        raise NotImplementedError
+        last = max(self.out.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
+        found = {path.name: path.read_bytes() for path in self.out.glob("*.safetensors")}
+        found |= {f"{last.name}/{path.name}": path.read_bytes() for path in last.rglob("*.safetensors")}
+        return found | {f"left over: {path.name}": b"" for path in self.out.glob(".*")}
 
     def last_words(self) -> str:
         """The ends of all logs."""
@@ -123,155 +155,6 @@ class Run:
         self.process.wait()
 
 
-class Job(Run):
-    """One ``torchrun`` of the training command."""
-
-    title = "Kill and resume"
-    about = (
-        "bf16, dropout 0.1; {args.ranks} ranks on one machine, {args.steps} steps, a checkpoint every "
-        "{args.save_every}. One rank gets SIGKILL, torchrun starts all again. The others end: from the kill until no "
-        "other rank runs. First step: from the kill to the first step after the restart."
-    )
-    most_delay_s = 0.1, 0.02
-    columns: ClassVar[list[str]] = ["went on after step", "the others end, s", "first step, s"]
-
-    def start(self) -> subprocess.Popen[Any]:
-        args, folder, self.logs = self.args, self.folder, self.folder / "logs"
-        model = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_layer": args.layers, "n_head": 4}
-        model |= {"n_embd": args.width, "bos_token_id": 256, "eos_token_id": 256}
-        (folder / "config.json").write_text(json.dumps(model))
-        (folder / "text.txt").write_text("".join(f"{n} times three is {3 * n}, they say.\n" for n in range(2000)))
-        train = f"--model_name_or_path {folder}/config.json --dataset_name {folder}/text.txt --output_dir {self.out}"
-        train += " --resume_from_checkpoint auto --use_cpu --gradient_checkpointing false --adam_beta2 0.95"
-        train += " --max_length 64 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-3"
-        train += f" --warmup_steps 4 --max_steps {args.steps} --logging_steps 1 --lr_scheduler_type cosine"
-        train += f" --save_steps {args.save_every} --save_total_limit 2 --ddp_timeout 600"
-        torchrun = f"--standalone --nproc-per-node {args.ranks} --max-restarts 3 --redirects 3 --log-dir {self.logs}"
-        words = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), "-m", "gemini", "sft"]
-        return self.spawn([*words, *train.split()], folder / "torchrun.log")
-
-    def said(self, attempt: int) -> str:
-        """What rank 0 has printed so far in one attempt of torchrun's."""
-        found = list(self.logs.glob(f"*/attempt_{attempt}/0/stdout.log"))
-        return found[0].read_text() if found else ""
-
-    def did(self, step: int) -> bool:
-        return f"step {step}/" in self.said(0)
-
-    def pids(self) -> dict[int, int]:
-        """The processes of the ranks that run now."""
-        found = {}
-        for child in psutil.Process(self.process.pid).children():
-            try:
-                found[int(child.environ()["RANK"])] = child.pid
-            except (psutil.Error, KeyError):
-                continue
-        return found
-
-    def kill(self, kill: Kill) -> list[str]:
-        ranks, killed = self.pids(), time.perf_counter()
-        os.kill(ranks[kill.rank], signal.SIGKILL)
-        others = [pid for rank, pid in ranks.items() if rank != kill.rank]
-        self.wait_for("the end of the other ranks", lambda: not any(map(runs, others)))
-        others_end_s = time.perf_counter() - killed
-        self.wait_for("a step after the restart", lambda: "\nstep " in self.said(1), pause_s=0.01)
-        first_step_s = time.perf_counter() - killed
-        self.finish()
-        resumed = [line for line in self.said(1).splitlines() if line.startswith("resumed from ")]
-        return [resumed[0].rpartition(" ")[2] if resumed else "0", f"{others_end_s:.2f}", f"{first_step_s:.1f}"]
-
-    def results(self) -> Files:
-        last = max(self.out.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
-        found = {path.name: path.read_bytes() for path in self.out.glob("*.safetensors")}
-        found |= {f"{last.name}/{path.name}": path.read_bytes() for path in last.rglob("*.safetensors")}
-        return found | {f"left over: {path.name}": b"" for path in self.out.glob(".*")}
-
-
-class Script(Run):
-    """One process of :func:`train`, started again after the kill."""
-
-    title = "GeminiTrainer: kill and resume"
-    about = (
-        "bf16, dropout 0.1, two micro-batches per step, {args.steps} steps, a checkpoint every {args.save_every}, two "
-        "kept. The process gets SIGKILL and is started again."
-    )
-    most_delay_s = 0.15, 0.15
-    columns: ClassVar[list[str]] = ["went on after step"]
-
-    def start(self) -> subprocess.Popen[Any]:
-        words = [sys.executable, __file__, "--worker", str(self.folder)]
-        for name in ("steps", "save_every", "layers", "width"):
-            words += [f"--{name.replace('_', '-')}", str(getattr(self.args, name))]
-        return self.spawn(words, self.folder / "log")
-
-    def said(self) -> list[str]:
-        """The progress so far, of all processes of this run."""
-        path = self.folder / "progress"
-        return path.read_text().splitlines() if path.exists() else []
-
-    def did(self, step: int) -> bool:
-        return f"step {step}" in self.said()
-
-    def kill(self, kill: Kill) -> list[str]:
-        self.end()
-        self.process = self.start()
-        self.finish()
-        return [[line.split()[1] for line in self.said() if line.startswith("begin")][-1]]
-
-    def results(self) -> Files:
-        last = self.out / f"checkpoint-{self.args.steps}"
-        paths = [*(self.folder / "model").glob("*.safetensors"), *last.glob("*.safetensors")]
-        paths += (last / "gemini").iterdir()
-        found = {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
-        return found | {f"in the folder: {path.name}": b"" for path in self.out.iterdir()}
-
-
-def train(args: argparse.Namespace) -> None:
-    """What a user would write; run in a process of its own."""
-    import torch
-    from gemini.integrations.huggingface import GeminiTrainer as Trainer
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
-
-    folder = args.worker
-
-    class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-        def __len__(self) -> int:
-            return 64
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            ids = torch.randint(0, 256, (48,), generator=torch.Generator().manual_seed(index))
-            return {"input_ids": ids, "labels": ids}
-
-    class Tell(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            tell(f"begin {state.global_step}")
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            tell(f"step {state.global_step}")
-
-    def tell(line: str) -> None:
-        with open(folder / "progress", "a") as file:
-            file.write(line + "\n")
-
-    torch.manual_seed(0)
-    shape = {"n_layer": args.layers, "n_embd": args.width, "n_head": 4}
-    trainer = Trainer(
-        model=GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, use_cache=False, **shape)),
-        args=TrainingArguments(
-            output_dir=str(folder / "out"), max_steps=args.steps, save_steps=args.save_every, save_total_limit=2,
-            per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-3, warmup_steps=4, bf16=True,
-            eval_strategy="steps", eval_steps=2 * args.save_every, use_cpu=True, report_to=[], disable_tqdm=True,
-        ),
-        train_dataset=Rows(),
-        eval_dataset=torch.utils.data.Subset(Rows(), range(4)),
-        callbacks=[Tell()],
-    )  # fmt: skip
-    there = (folder / "out").is_dir() and any((folder / "out").glob("checkpoint-*"))
-    trainer.train(resume_from_checkpoint=True if there else None)
-    trainer.save_model(str(folder / "model"))
-    tell("end")
-
-
 def runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -279,14 +162,14 @@ def runs(pid: int) -> bool:
         return False
 
 
-def kills(args: argparse.Namespace, kind: type[Run]) -> Iterator[Kill]:
+def kills(args: argparse.Namespace) -> Iterator[Kill]:
     """Ranks take turns, and so do kills at steps and in saves; in each next round of ranks the other way round."""
     rng = random.Random(args.seed)
     saves = range(args.save_every, args.steps, args.save_every)
     for number in range(args.repetitions):
-        in_save = (number + (number // args.ranks if args.ranks > 1 else 0)) % 2 == 1
+        in_save = (number + number // args.ranks) % 2 == 1
         step = rng.choice(saves) if in_save else rng.randrange(1, args.steps - 1)
-        yield Kill(number % args.ranks, step, in_save, rng.uniform(0, kind.most_delay_s[in_save]))
+        yield Kill(number % args.ranks, step, in_save, rng.uniform(0, MOST_DELAY_S[in_save]))
 
 
 def disturbed(run: Run, kill: Kill) -> tuple[bool, list[str]]:
@@ -302,31 +185,22 @@ def disturbed(run: Run, kill: Kill) -> tuple[bool, list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainer", action="store_true", help="a script on GeminiTrainer, not the command line")
     parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--ranks", type=int, default=2, help="of the command line; the script has one")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--seed", type=int, default=0, help="draws the steps and moments of the kills")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     add_out(parser)
     args = parser.parse_args()
-    if args.worker:
-        train(args)
-        return 0
-    kind = Script if args.trainer else Job
-    args.ranks = 1 if args.trainer else args.ranks
     rows, num_same, num_saving = [], 0, 0
     with tempfile.TemporaryDirectory(prefix="gemini-kill-") as scratch:
         wanted: Files = {}
-        for number, kill in enumerate([None, *kills(args, kind)]):
-            run = kind(args, Path(scratch, str(number)))
+        for number, kill in enumerate([None, *kills(args)]):
+            run = Run(args, Path(scratch, str(number)))
             try:
-                was_saving, row = (
-                    disturbed(run, kill) if kill else (False, ["none", "", "", *("" for _ in kind.columns)])
-                )
+                was_saving, row = disturbed(run, kill) if kill else (False, ["none", "", "", *("" for _ in COLUMNS)])
                 seconds = run.finish()
             finally:
                 run.end()
@@ -338,13 +212,11 @@ def main() -> int:
             rows.append([*row, seconds, "DIFFERENT: " + ", ".join(differing) if differing else "the same"])
             print(" | ".join(rows[-1]), flush=True)
     rows[0][-1] = f"the measure, {len(wanted)} names"
-    about = (
-        f"GPT-2 shape, {args.layers} layers of {args.width}, {kind.about.format(args=args)} Bits: the model's file and "
-    )
+    about = f"GPT-2 shape, {args.layers} layers of {args.width}, {ABOUT.format(args=args)} Bits: the model's file and "
     about += "every file of the last checkpoint against those of the undisturbed run."
-    columns = ["killed", "when", "was saving", *kind.columns, "run, s", "bits"]
+    columns = ["killed", "when", "was saving", *COLUMNS, "run, s", "bits"]
     verdict = f"**{num_same} of {args.repetitions}** came to the same bits; {num_saving} kills fell into a save."
-    publish([*head(kind.title, [about], 1, "accelerate"), *table(columns, rows), verdict], args.out)
+    publish([*head("Kill and resume", [about], 1, "accelerate"), *table(columns, rows), verdict], args.out)
     return 0 if num_same == args.repetitions else 1
 
 
