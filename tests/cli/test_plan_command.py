@@ -360,8 +360,6 @@ def test_a_lora_trains_its_adapters_only(gemini_command: Command, tmp_path: Path
     assert adapted["num_params"] == whole["num_params"] + adapted["num_trained"]
     assert adapted["model"] == whole["model"]
     assert 0 < adapted["needs"]["exp_avg"] < whole["needs"]["exp_avg"] / 10
-    screen = gemini_command(*asked, "--lora", "4").stdout
-    assert "of them frozen" in screen
 
 
 @pytest.mark.filterwarnings("error:fan_in_fan_out", "error::FutureWarning")
@@ -388,7 +386,6 @@ def test_the_base_of_a_lora_may_be_in_4_bits(gemini_command: Command, tmp_path: 
 def test_alternatives_are_the_plans_that_their_options_make(gemini_command: Command, tmp_path: Path, gpu: str) -> None:
     config = llama_config(tmp_path / "config.json")
     asked = ("plan", config, "--seq-len", "2048", "--machine", "dgx-h100", "--cpu", "1GiB", "--nvme", "1GiB")
-    table = gemini_command(*asked, "--gpu", gpu, "--alternatives")
     said = gemini_command.told(*asked, "--gpu", gpu, "--alternatives")
     rows = {row["options"]: row for row in said["alternatives"]}
     others = ["--gradients transient", "--states compact", "--lora 16", "--lora 16 --load-in-4bit", "--gpus 2"]
@@ -406,7 +403,6 @@ def test_alternatives_are_the_plans_that_their_options_make(gemini_command: Comm
         alone = gemini_command.told(*asked, "--gpu", gpu, *(name.split() if name != "as asked" else ()))
         assert alone["fits"] is row["fits"], name
         assert row["tokens_per_second"] == (alone["step"] or {}).get("tokens_per_second"), name
-    assert len(table.stdout.split("what else it could do")[1].splitlines()) == 1 + len(rows), table.stdout
 
 
 def test_an_alternative_that_cannot_be_says_why(gemini_command: Command, tmp_path: Path) -> None:
@@ -529,5 +525,5 @@ def test_an_encoder_decoder_has_no_stages(gemini_command: Command, tmp_path: Pat
     refused(
         gemini_command("plan", path, *MESH, "--pp", "2", "--accumulate", "2"), "--pp 2: this model is an encoder-dec"
     )
-    best = gemini_command.told("plan", path, *MESH, "--parallel", "auto")
+    best = gemini_command.told("plan", path, "--machine", "dgx-a100", "--gpus", "2", "--parallel", "auto")
     assert "pp" not in best["mesh"]["mesh"] and not any("pp" in other["options"] for other in best["alternatives"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,6 @@ import transformers
 from rich.console import Console
 from safetensors.torch import load_file
 
-from benchmarks._progress import finish
 from gemini.jobs import parts
 from gemini.jobs.models import byte_tokenizer
 from gemini.planning.rules import RULES
@@ -127,37 +125,6 @@ def test_every_trainer_goes_on_from_a_checkpoint(kind: str, lora: bool, llama: P
     rest = run.ok("--output_dir", again, "--resume_from_checkpoint", out / "checkpoint-2", *tight)
     assert losses_of(rest.stdout) == losses_of(result.stdout)[2:]
     assert same_weights(out, again, "adapter_model.safetensors" if lora else "model.safetensors")
-
-
-@pytest.mark.slow
-def test_a_reference_is_in_the_budgets_of_the_job(llama: Path, tmp_path: Path) -> None:
-    tight = ["--cpu_memory", "2MiB", "--nvme_memory", "8MiB", "--nvme_path", tmp_path, "--bf16", "false"]
-    losses = []
-    for number, ahead in enumerate(("true", "false")):
-        words = ["--output_dir", tmp_path / str(number), "--precompute_ref_log_probs", ahead, "--save_strategy", "no"]
-        result = of_kind("dpo", llama, tmp_path, *tight, *words).ok()
-        assert "cpu: stayed within its budget" in result.stdout
-        losses.append(losses_of(result.stdout))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][0] != losses[0][-1]
-
-
-def test_dpo_has_the_losses_of_trls_own_trainer(llama: Path, tmp_path: Path) -> None:
-    import datasets
-    import trl
-
-    result = of_kind("dpo", llama, tmp_path, "--bf16", "false", "--save_strategy", "no").ok(
-        "--output_dir", tmp_path / "out"
-    )
-    args = trl.DPOConfig(
-        output_dir=str(tmp_path / "stock"), learning_rate=1e-3, logging_steps=1, max_steps=4, use_cpu=True, bf16=False,
-        per_device_train_batch_size=4, save_strategy="no", report_to="none", data_seed=42, max_length=128,
-    )  # fmt: skip
-    rows = datasets.load_dataset("json", data_files=str(tmp_path / "dpo.jsonl"), split="train")
-    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
-    stock = trl.DPOTrainer(model=model, args=args, train_dataset=rows, processing_class=byte_tokenizer())
-    stock.train()
-    theirs = [row["loss"] for row in stock.state.log_history if "loss" in row]
-    assert losses_of(result.stdout) == pytest.approx(theirs, abs=1e-4) and theirs[-1] < theirs[0]
 
 
 def test_a_reward_that_is_none_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -287,32 +254,6 @@ def test_a_run_that_explodes_is_stopped(train: Command, tmp_path: Path) -> None:
     assert not (out / "model.safetensors").exists() and (out / "checkpoint-1").is_dir()
 
 
-@pytest.mark.slow
-def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
-    train: Command, gemini_command: Command, tmp_path: Path, tiny_config: Path, text: Path
-) -> None:
-    common = ["--max_steps", "150", "--save_strategy", "no"]
-    whole = train.ok("--output_dir", tmp_path / "whole", *common)
-    words = map(str, base(tiny_config, text))
-    command = [sys.executable, "-m", "gemini", "train", *words, *common, "--output_dir", str(tmp_path / "out")]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert run.stdout is not None
-    lines = []
-    for line in run.stdout:
-        lines.append(line)
-        if line.startswith("step 3/"):
-            run.send_signal(signal.SIGINT)
-            break
-    rest, errors = finish(run, patience=240)
-    assert run.returncode == 130 and "Traceback" not in errors and "Stopping after this step" in errors, errors
-    said = re.search(r"^Stopped after step (\d+) of 150\. To go on: gemini (.*)$", rest, re.MULTILINE)
-    assert said is not None, rest
-    again = gemini_command.ok(*shlex.split(said[2]))
-    done = int(said[1])
-    assert losses_of("".join(lines) + rest) + losses_of(again.stdout) == losses_of(whole.stdout)
-    assert len(losses_of(again.stdout)) == 150 - done and same_weights(tmp_path / "whole", tmp_path / "out")
-
-
 # ---- memory, and what else the options do ----------------------------------------------------------------------------
 
 
@@ -325,16 +266,6 @@ def test_a_model_that_does_not_fit_is_refused_with_a_command(train: Command, tmp
     how = ["--cpu_memory", "150KiB", "--states", "exact"]
     result = train("--output_dir", tmp_path / "out", *how)
     refused(result, "missing", "--nvme_path FOLDER --nvme_memory", "gemini plan MODEL --alternatives", begun=True)
-
-
-def test_it_spills_to_a_folder_and_leaves_nothing_there(train: Command, tmp_path: Path) -> None:
-    spill = tmp_path / "spill"
-    spill.mkdir()
-    roomy = train.ok("--output_dir", tmp_path / "roomy", "--cpu_memory", "64MiB")
-    tight = ["--cpu_memory", "700KiB", "--nvme_memory", "16MiB", "--nvme_path", spill]
-    small = train.ok("--output_dir", tmp_path / "small", *tight)
-    assert re.search(r"^nvme: stayed within its budget, peak (?!0 B)", small.stdout, re.MULTILINE), small.stdout
-    assert losses_of(small.stdout) == losses_of(roomy.stdout) and list(spill.iterdir()) == []
 
 
 def test_checkpointed_activations_and_tiles(train: Command, tmp_path: Path) -> None:
