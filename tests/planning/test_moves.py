@@ -87,15 +87,6 @@ def test_what_costs_more_to_gather_stays() -> None:
     assert [m.fetch for m in cheap_second].count((0,)) == 1
 
 
-def test_the_optimum_may_be_below_next_use_on_mixed_sizes() -> None:
-    """One large chunk that is needed soon against three small ones that are needed later."""
-    accesses = one_by_one([0, 1, 2, 3, 9, 0, 1, 2, 3])
-    sizes = {0: 5, 1: 5, 2: 5, 3: 5, 9: 5}
-    sizes[9] = 10
-    greedy = fetched_bytes(moves_by_policy(accesses, sizes=sizes, room=20, policy=NextUse()), sizes)
-    assert fetched_bytes(cheapest_moves(accesses, sizes=sizes, room=20), sizes) <= greedy
-
-
 def test_chunks_that_need_no_window_take_no_room() -> None:
     accesses = sequence((0, 7), (1, 7), (0, 7))
     moves = cheapest_moves(accesses, sizes={0: 10, 1: 10}, room=20)

@@ -88,14 +88,6 @@ def test_a_fraction_of_the_states_in_host_memory_is_streamed_first_chunks_first(
     assert not on_disk.streamed, "nothing comes from NVMe"
 
 
-def test_the_fraction_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"updates_on_gpu=\) is a fraction between 0 and 1, got 1.5"):
-        StaticPlacement(updates_on_gpu=1.5)
-    cpu = problem_of({CPU: MUCH}, compute=CPU)
-    with pytest.raises(ValueError, match="StaticPlacement puts 50% on gpu, which does not exist"):
-        by_fractions(cpu, StaticPlacement(updates_on_gpu=0.5))
-
-
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 

@@ -97,19 +97,6 @@ def make_ledger() -> Ledger:
     return Ledger({Tier.CPU: 100, Tier.NVME: 1000})
 
 
-def test_reserve_and_release() -> None:
-    ledger = make_ledger()
-    ledger.reserve(Tier.CPU, 60, "weights")
-    ledger.reserve(Tier.CPU, 40, "grad")
-    assert (ledger.used(Tier.CPU), ledger.free(Tier.CPU), ledger.budget(Tier.CPU)) == (100, 0, 100)
-    assert ledger.holders(Tier.CPU) == {"weights": 60, "grad": 40}
-    ledger.release(Tier.CPU, 60, "weights")
-    assert ledger.holders(Tier.CPU) == {"grad": 40}
-    assert (ledger.used(Tier.CPU), ledger.peak(Tier.CPU), ledger.used(Tier.NVME)) == (40, 100, 0)
-    assert ledger.held(Tier.CPU, "weights") == 0 and ledger.held(Tier.CPU, "grad") == 40
-    ledger.check_invariants()
-
-
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     ledger = make_ledger()
     ledger.reserve(Tier.CPU, 99, "weights")

@@ -166,29 +166,6 @@ def test_replicas_and_shards(pool_of: Pools, tmp_path: Path) -> None:
         assert 12 * params <= size < 12.5 * params + 2**16, "every part is written once, not once per replica"
 
 
-def continued(where: str, other: str, precision: str, folder: Path, wait: bool) -> tuple[Any, Any, Any, Any]:
-    whole = Run(where, folder, precision=precision)
-    seed(1)
-    losses = whole.train(2)
-    pending = whole.save(folder / "ckpt", wait=wait)
-    expected = whole.train(3)
-    pending.wait()
-    again = Run(other, folder, precision=precision)
-    seed(9)
-    again.load(folder / "ckpt")
-    found = again.train(3)
-    return losses + expected, losses + found, whole.digest(), again.digest()
-
-
-@pytest.mark.sweep(every=2)
-@pytest.mark.parametrize(("size", "wait"), [(2, True), (2, False), (4, True)])
-def test_resumed_is_uninterrupted(size: int, wait: bool, pool_of: Pools, tmp_path: Path) -> None:
-    precision = "fp32" if size == 4 else "bf16"
-    for expected, found, whole, again in pool_of(size).run(continued, "mixed", "disk", precision, tmp_path, wait):
-        assert expected == found
-        assert whole == again
-
-
 # ---- behind the training ---------------------------------------------------------------------------------------------
 
 

@@ -132,15 +132,6 @@ def test_nan_on_one_rank_is_found_on_all(precision: str, cut: bool, pool_of: Poo
     assert_all_found_nan(found, precision)
 
 
-def disagreeing(gradients: str) -> None:
-    mesh = mesh_of({"ep": 2})
-    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", "", gradients=gradients), mesh=mesh)
-    rates, inside = LR * (1 + dist.get_rank()), gradients == "transient"
-    optimizer = gemini.HybridAdam(model.parameters(), lr=rates, step_in_backward=inside)
-    loss_of(model, 0, dist.get_rank()).backward()
-    optimizer.step()
-
-
 def evaluating_alone() -> None:
     mesh = mesh_of({"ep": 2})
     model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", ""), mesh=mesh)
@@ -156,12 +147,6 @@ def test_one_that_evaluates_alone_is_named(pool_of: Pools) -> None:
         assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind
         assert "rank 0 is in the forward of model.layers.0.mlp.experts, before its experts (without" in outcome.text
         assert "rank 1 is in the backward of model.layers.1.mlp.experts, before its experts" in outcome.text
-
-
-@pytest.mark.parametrize(("gradients", "says"), [("retain", "lr"), ("transient", "the hyperparameters")])
-def test_ranks_with_other_settings_are_refused(gradients: str, says: str, pool_of: Pools) -> None:
-    for outcome in pool_of(2).outcomes(disagreeing, gradients):
-        assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind and says in outcome.text
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------

@@ -106,27 +106,6 @@ def test_reduction_dtype(precision: str, reduce_dtype: str, pool_of: Pools, tmp_
 # ---- ranks on different paths ----------------------------------------------------------------------------------------
 
 
-def evaluate_on_one_rank() -> list[float]:
-    """Rank 0 evaluates by itself between steps: the others serve it, and the training is as if nothing had been."""
-    losses = []
-    for evaluates in (True, False):
-        model = wrap()
-        optimizer = helpers.adam(model)
-        for seed in range(3):
-            step(model, optimizer, seed)
-            if evaluates and dist.get_rank() == 0:
-                with torch.no_grad():
-                    for n in range(seed + 1):
-                        model(**helpers.batch(50 + n))
-        losses.append(step(model, optimizer, 3))
-    return losses
-
-
-def test_one_rank_may_evaluate_alone(pool_of: Pools) -> None:
-    for outcome in pool_of(2).run(evaluate_on_one_rank):
-        assert outcome[0] == outcome[1]
-
-
 def generate_differently() -> tuple[list[int], list[int]]:
     model, plain = wrap(helpers.llama()), helpers.llama()
     ids = helpers.batch(dist.get_rank(), rows=1)["input_ids"]
@@ -286,16 +265,6 @@ def weights_of_other_seeds() -> bool:
 
 def test_all_start_from_the_weights_and_buffers_of_rank_0(pool_of: Pools) -> None:
     assert pool_of(2).run(weights_of_other_seeds) == [True, False]
-
-
-def budgets_of_a_node() -> dict[str, int]:
-    model = wrap(memory=gemini.MemoryBudget(cpu="100MiB", nvme="40MiB", nvme_path="/tmp"))
-    report = model.memory_report()
-    return {tier: report[tier]["budget"] for tier in ("cpu", "nvme")}
-
-
-def test_a_nodes_budgets_are_divided_among_its_ranks(pool_of: Pools) -> None:
-    assert pool_of(2).run(budgets_of_a_node) == [{"cpu": 50 * MIB, "nvme": 20 * MIB}] * 2
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

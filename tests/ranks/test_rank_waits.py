@@ -2,10 +2,6 @@
 hanging rank must not stop the suite.
 """
 
-import os
-import time
-
-import pytest
 import torch.distributed as dist
 
 from tests.ranks.pool import Failure, Pools
@@ -31,21 +27,6 @@ def my_rank(offset: int) -> int:
     return dist.get_rank() + offset
 
 
-def fail_on(rank: int) -> None:
-    if my_rank(0) == rank:
-        raise ValueError("on purpose")
-
-
-def die_on(rank: int) -> None:
-    if my_rank(0) == rank:
-        os._exit(7)
-
-
-def hang_on(rank: int) -> None:
-    if my_rank(0) == rank:
-        time.sleep(60)
-
-
 def num_groups(more: int) -> int:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -60,19 +41,3 @@ def test_a_renewed_pool_has_no_groups_of_before(pool_of: Pools) -> None:
     assert pool.run(num_groups, 3) == [4, 4]
     pool.renew()
     assert pool.run(num_groups, 0) == [1, 1] and pool.run(my_rank, 0) == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_pool_runs_reports_and_survives_failures(pool_of: Pools) -> None:
-    pool = pool_of(2)
-    assert pool.run(my_rank, 10) == [10, 11]
-    outcomes = pool.outcomes(fail_on, 1)
-    assert outcomes[0] is None and isinstance(outcomes[1], Failure) and outcomes[1].kind == "ValueError"
-    with pytest.raises(AssertionError, match="rank 0 failed: ValueError"):
-        pool.run(fail_on, 0)
-    pool = pool_of(2)  # a failed run ends its pool: ranks may stand at different points
-    assert [outcome and outcome.kind for outcome in pool.outcomes(die_on, 1)] == [None, "Died"]
-    pool = pool_of(2)
-    assert pool.run(my_rank, 0) == [0, 1]  # they have started: that takes as long as it takes
-    hung, fine = pool.outcomes(hang_on, 0, seconds=6)
-    assert hung.kind == "Hung" and "hang_on" in hung.traceback and fine is None, "and says where"

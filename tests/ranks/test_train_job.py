@@ -338,34 +338,6 @@ def torchrun(folder: Path, *more: object, **how: Any) -> Iterator[Torchrun]:
 
 
 @pytest.mark.slow
-def test_a_whole_run_from_the_console_script(folder: Path) -> None:
-    """A model folder with a tokenizer in, the same out; one process prints."""
-    tokenizers = pytest.importorskip("tokenizers")
-    import transformers
-
-    kit = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
-    kit.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=150, special_tokens=["?", "<end>"])
-    kit.train_from_iterator([(folder / "text.txt").read_text()], trainer)
-    model = folder / "model"
-    transformers.PreTrainedTokenizerFast(tokenizer_object=kit, eos_token="<end>", unk_token="?").save_pretrained(model)
-    (folder / "plain.json").rename(model / "config.json")
-    script, out = folder / "gemini-script", folder / "out"
-    script.write_text("from gemini.cli import main\nraise SystemExit(main())\n")
-    more = ["--output_dir", out, "--max_steps", 6, "--save_strategy", "steps", "--save_steps", 2]
-    more += ["--save_total_limit", 2]
-    with torchrun(folder, *more, config="model", program=str(script)) as job:
-        report = job.end()
-        assert job.process.returncode == 0, report + job.everything()
-        said, other = job.said(0, "stdout"), job.said(1, "stdout") + job.said(1, "stderr")
-    assert other == "" and len(re.findall(r"^step \d/6 ", said, re.MULTILINE)) == 6
-    assert "cpu: stayed within its budget on 2 ranks" in said
-    assert transformers.AutoModelForCausalLM.from_pretrained(out).num_parameters() > 0
-    assert (out / "tokenizer.json").is_file()
-    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
-
-
-@pytest.mark.slow
 def test_a_refusal_of_all_is_printed_once(folder: Path) -> None:
     """By the budget, which no rank knows before the model is there."""
     with torchrun(folder, "--output_dir", folder / "out", "--cpu_memory", "100KiB") as job:
