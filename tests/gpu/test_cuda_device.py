@@ -81,18 +81,6 @@ def test_a_copy_to_the_card_comes_after_the_work_that_reads_it(device: Device) -
     assert read.item() == MIB and weights.sum().item() == 2 * MIB
 
 
-def test_computation_waits_on_the_device(device: Device) -> None:
-    source = device.make_host_buffer(64 * MIB)
-    into = device.make_buffer(64 * MIB)
-    for turn in range(1, 6):
-        source.fill_(turn)
-        event = device.copy(into, source, "fetch")
-        event.wait_on_device()
-        seen = into.to(torch.int64).sum()
-        assert seen.item() == turn * into.numel()
-        event.wait()
-
-
 @takes_time
 def test_a_mark_completes_after_the_work_before_it(device: Device) -> None:
     result = busy(device, 300)
@@ -111,27 +99,6 @@ def test_a_stream_is_in_order_in_both_directions(device: Device) -> None:
         event = device.copy(out, cell, "fetch")  # one stream, back again
         event.wait()
         assert out.unique().tolist() == [number]
-
-
-def test_windows_come_and_go_while_streams_work(device: Device) -> None:
-    """Memory of one window becomes the next one's while copies are still under way: no window sees another's bytes."""
-    sources = [device.make_host_buffer(8 * MIB).fill_(n + 1) for n in range(8)]
-    windows = [device.make_window(8 * MIB) for _ in sources]
-    seen = []
-    for _ in range(5):
-        for window, source in zip(windows, sources, strict=True):
-            window.populate()
-            device.copy(window.bytes, source, "fetch").wait_on_device()
-            seen.append(window.bytes.to(torch.int32).sum())
-            window.depopulate()
-    assert [s.item() // (8 * MIB) for s in seen] == [n + 1 for n in range(8)] * 5
-    window = windows[0]
-    window.populate()
-    device.copy(window.bytes, sources[0], "fetch")
-    window.depopulate()  # nobody waited for this one
-    other = torch.full((8 * MIB,), 9, dtype=torch.uint8, device=device.torch_device)
-    torch.cuda.synchronize()
-    assert other.unique().tolist() == [9]
 
 
 @takes_time
@@ -257,26 +224,6 @@ def test_the_figures_of_torch_and_of_the_driver(device: Device) -> None:
     assert after["allocated"] - before["allocated"] == 64 * MIB
     assert after["allocated"] <= after["reserved"] <= after["driver"]
     assert after["allocated_peak"] >= after["allocated"] and after["reserved_peak"] >= after["reserved"]
-
-
-def test_worker_threads_copy_too(device: Device) -> None:
-    source = device.make_host_buffer(MIB).fill_(3)
-    into = [device.make_buffer(MIB) for _ in range(4)]
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for _ in range(20):
-                device.copy(into[number], source, "fetch" if number % 2 else "evict").wait()
-        except BaseException as e:  # seen below, on the test's thread
-            errors.append(e)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors and all(tensor.unique().tolist() == [3] for tensor in into)
 
 
 def test_a_stream_of_the_user_s(device: Device) -> None:

@@ -11,7 +11,6 @@ import torch
 
 import gemini
 from tests.gpu import gpu_cases
-from tests.gpu.gpu_cases import PLACEMENTS
 from tests.train import helpers
 from tests.train.helpers import assert_same_snapshot, gpt2, snapshot
 from tests.world import world_of
@@ -84,15 +83,3 @@ def test_to_the_cpu_and_back(tmp_path: Path) -> None:
     torch.manual_seed(5)
     assert back.train(range(3, 6)) == expected
     assert_same_snapshot(snapshot(back.model), snapshot(whole.model))
-
-
-@pytest.mark.parametrize("where", PLACEMENTS)
-def test_exported_weights_open_with_plain_transformers(where: str, tmp_path: Path) -> None:
-    import transformers
-
-    model = gpu_cases.wrap(helpers.llama(), where, tmp_path)
-    gpu_cases.train(model, helpers.adam(model), range(2))
-    model.save_pretrained(tmp_path / "out")
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    for name, param in read.named_parameters():
-        assert helpers.same_bits(param.detach(), model.full_param(name)), name
