@@ -13,6 +13,7 @@ from typing import NamedTuple
 from gemini.planning.costs import Speeds
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
+from gemini.planning.program import Row, solve
 from gemini.planning.traffic import Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
 from gemini.tiers import DRIVE, FILED, Boundary, Tier
 
@@ -179,60 +180,40 @@ def _solve(
     overlapped: bool,
     compute_seconds: float,
 ) -> list[HomeChoice] | None:
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_matrix
-
     if not choices:
         return []
-    entries: list[tuple[int, int, float]] = []  # row, column, value
-    limits: list[float] = []  # of each row
-    exclusive: defaultdict[tuple[int, PlaneKind], list[int]] = defaultdict(list)
-    for column, choice in enumerate(choices):
-        for kind in choice.excludes:
-            exclusive[choice.chunk, kind].append(column)
-    for columns in exclusive.values():
-        if len(columns) > 1:
-            entries += [(len(limits), column, 1.0) for column in columns]
-            limits.append(1.0)
-    mebibyte = 2.0**20
-    for tier, budget in problem.budgets.items():
-        for column, choice in enumerate(choices):
-            if choice.num_bytes.get(tier):
-                entries.append((len(limits), column, choice.num_bytes[tier] / mebibyte))
-        limits.append((budget - used.get(tier, 0)) / mebibyte)
-    tracks = sorted({*base, *(track for choice in choices for track in choice.seconds)})
-    scale = sum(base.values()) or 1.0
-    last = len(choices)
+    scale, last = sum(base.values()) or 1.0, len(choices)
+    rows = [*_exclusions(choices), *_budgets(problem, choices, used)]
     costs = [sum(choice.seconds.values()) / scale * (0.01 if overlapped else 1.0) for choice in choices]
     # Of equals the first chunks are the ones in faster tiers: their weights are needed first and updated last.
-    nudge = 1e-9 / max(1, len(problem.layout.chunks))
+    num_chunks = len(problem.layout.chunks)
+    nudge = 1e-9 / max(1, num_chunks)
     for column, choice in enumerate(choices):
         slower = any(tier.in_files for tier in choice.homes.values())
-        costs[column] += nudge * (len(problem.layout.chunks) - choice.chunk if slower else choice.chunk)
+        costs[column] += nudge * (num_chunks - choice.chunk if slower else choice.chunk)
     if overlapped:
+        # One more number, which no track may exceed: the time of the busiest.
         costs.append(1.0)
-        for track in tracks:
-            entries += [
-                (len(limits), column, choice.seconds[track] / scale)
-                for column, choice in enumerate(choices)
-                if choice.seconds.get(track)
-            ]
-            entries.append((len(limits), last, -1.0))
-            limits.append(-base.get(track, 0.0) / scale)
-    num_columns = len(costs)
-    rows, columns_of, values = zip(*entries, strict=True)
-    matrix = csr_matrix((values, (rows, columns_of)), shape=(len(limits), num_columns))
-    lower, upper = [0.0] * len(choices), [1.0] * len(choices)
-    if overlapped:
-        lower.append(compute_seconds / scale)
-        upper.append(float("inf"))
-    solution = milp(
-        costs,
-        constraints=LinearConstraint(matrix, ub=limits),
-        integrality=[1] * len(choices) + [0] * (num_columns - len(choices)),
-        bounds=Bounds(lower, upper),
-        options={"mip_rel_gap": 2e-3, "node_limit": 50},
-    )
-    if solution.x is None:
-        return None
-    return [choice for choice, share in zip(choices, solution.x, strict=False) if share > 0.5]
+        for track in sorted({*base, *(track for choice in choices for track in choice.seconds)}):
+            spent = {column: choice.seconds.get(track, 0.0) / scale for column, choice in enumerate(choices)}
+            busy = {column: share for column, share in spent.items() if share}
+            rows.append(({**busy, last: -1.0}, -base.get(track, 0.0) / scale))
+    chosen = solve(costs, rows, last, least=compute_seconds / scale, gap=2e-3, nodes=50)
+    return None if chosen is None else [choices[column] for column in sorted(chosen)]
+
+
+def _exclusions(choices: Sequence[HomeChoice]) -> Iterator[Row]:
+    """Each plane is placed by one choice at most."""
+    placing: defaultdict[tuple[int, PlaneKind], dict[int, float]] = defaultdict(dict)
+    for column, choice in enumerate(choices):
+        for kind in choice.excludes:
+            placing[choice.chunk, kind][column] = 1.0
+    return ((columns, 1.0) for columns in placing.values() if len(columns) > 1)
+
+
+def _budgets(problem: Problem, choices: Sequence[HomeChoice], used: Mapping[Tier, int]) -> Iterator[Row]:
+    """Each tier has room for what is placed there; in MiB, so that numbers are of one size."""
+    mebibyte = 2.0**20
+    for tier, budget in problem.budgets.items():
+        taken = {column: choice.num_bytes.get(tier, 0) / mebibyte for column, choice in enumerate(choices)}
+        yield {column: size for column, size in taken.items() if size}, (budget - used.get(tier, 0)) / mebibyte

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.planning.plan import Moves, there_before
+from gemini.planning.program import solve
 from gemini.planning.trace import Access
 
 
@@ -312,41 +313,36 @@ def _choose(
     gaps: Sequence[Gap], accesses: Sequence[Access], sizes: Mapping[int, int], room: int, saved: Mapping[Gap, float]
 ) -> set[Gap]:
     """The gaps to keep chunks gathered in: maximise what they save, within the room that each moment leaves."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_matrix
+    short = _short_moments(gaps, [room - sum(sizes[i] for i in access.chunks if i in sizes) for access in accesses])
+    if not short:
+        return set(gaps)
+    unit = gcd(*(sizes[gap.chunk] for gap in gaps))
+    # Limits in whole units: a tighter relaxation.
+    rows = [({column: sizes[gaps[column].chunk] // unit for column in over}, left // unit) for left, over in short]
+    most = max(saved.values())
+    costs = [-saved[gap] / most for gap in gaps]
+    chosen = solve(costs, rows, len(gaps), gap=1e-3 if len(gaps) > 100 else 0.0, nodes=200)
+    return {gaps[column] for column in chosen or ()}
 
-    free = [room - sum(sizes[i] for i in access.chunks if i in sizes) for access in accesses]
-    # The moments whose room can be short, each with the gaps over it. A row that another one implies (all its gaps are
-    # over that moment too, which has no more room) is left out: of a forward, in which gaps only begin, a few remain.
+
+def _short_moments(gaps: Sequence[Gap], free: Sequence[int]) -> list[tuple[int, frozenset[int]]]:
+    """The moments whose room can be short: what is free there, and the gaps over it. A moment that another one implies
+    (all its gaps are over that one too, which has no more room) is left out: of a forward, in which gaps only begin, a
+    few remain.
+    """
     rows: list[tuple[int, frozenset[int]]] = []
     growing, before = 0, frozenset[int]()  # no gap has ended since the row of that number
     for moment, left in enumerate(free):
         over = frozenset(column for column, gap in enumerate(gaps) if gap.is_over(moment))
-        growing, begun, before = len(rows) if before - over else growing, over - before, over
+        if before - over:
+            growing = len(rows)
+        begun, before = over - before, over
         if not over or (rows and growing == len(rows) and not begun and rows[-1][0] <= left):
             continue  # since then gaps have only ended
         while len(rows) > growing and rows[-1][0] >= left:
             rows.pop()
         rows.append((left, over))
-    if not rows:
-        return set(gaps)
-    unit = gcd(*(sizes[gap.chunk] for gap in gaps))
-    entries = [(row, at, sizes[gaps[at].chunk] // unit) for row, (_, over) in enumerate(rows) for at in over]
-    where_row, where_column, values = zip(*entries, strict=True)
-    matrix = csr_matrix((values, (where_row, where_column)), shape=(len(rows), len(gaps)))
-    limits = [left // unit for left, _ in rows]  # whole units: a tighter relaxation
-    most = max(saved.values())
-    # The number of nodes is limited and not the time: what is chosen must not depend on how busy the machine is.
-    solution = milp(
-        [-saved[gap] / most for gap in gaps],
-        constraints=LinearConstraint(matrix, ub=limits),
-        integrality=[1] * len(gaps),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 1e-3 if len(gaps) > 100 else 0.0, "node_limit": 200},
-    )
-    if solution.x is None:
-        return set()
-    return {gap for gap, share in zip(gaps, solution.x, strict=True) if share > 0.5}
+    return rows
 
 
 def _moves_of(

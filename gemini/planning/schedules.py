@@ -12,7 +12,7 @@ simulated is what the plan says and the runtime counts. There are two orders:
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -450,6 +450,7 @@ class _Stay:
     fetched: int
     first_use: int
     last_use: int
+    room_after: int = -1  # there is room for the chunk when this moment is computed
 
 
 def _stays(work: Work, num_moments: int) -> list[_Stay]:
@@ -458,37 +459,24 @@ def _stays(work: Work, num_moments: int) -> list[_Stay]:
     found = [_Stay(index, -1, -1, -1) for index in standing(plan)]
     current = {stay.chunk: stay for stay in found}
     for at in range(num_moments):
-        moment = at % per_batch
-        moves = plan.moves_of(at // per_batch % plan.accumulate)[moment]
+        batch, moment = divmod(at, per_batch)
+        moves = plan.moves_of(batch % plan.accumulate)[moment]
         for index in moves.evict:
             current.pop(index, None)
         for index in moves.fetch:
             current[index] = _Stay(index, at, at, at)
             found.append(current[index])
-        for index in plan.accesses[moment].chunks:
-            if index in work.moving and index in current:
-                stay = current[index]
-                if stay.last_use == stay.fetched:
-                    stay.first_use = at
-                stay.last_use = at
+        for stay in [current[i] for i in plan.accesses[moment].chunks if i in work.moving and i in current]:
+            if stay.last_use == stay.fetched:
+                stay.first_use = at
+            stay.last_use = at
+    _find_room(work, found)
     return found
 
 
-class _Fetch(NamedTuple):
-    """Room for the chunk is there when moment ``room_after`` (of all steps; -1: from the beginning) is computed."""
-
-    chunk: int
-    first_use: int
-    room_after: int
-
-
-def _fetches(work: Work, stays: Iterable[_Stay]) -> dict[int, list[_Fetch]]:
-    """The fetches by the moment that the plan has them in. A window is let go after its last use, so that the room is
-    there for the next fetch in order.
-    """
-    room = window_room(work.problem, work.plan.placement)
-    found: dict[int, list[_Fetch]] = {}
-    held, after = 0, -1
+def _find_room(work: Work, stays: Iterable[_Stay]) -> None:
+    """A window is let go after its last use, so that the room is there for the next fetch in order."""
+    room, held, after = window_room(work.problem, work.plan.placement), 0, -1
     ends: list[tuple[int, int]] = []  # a heap: the last uses of what is in the room, with the chunk
     for stay in stays:
         size = work.problem.window_bytes(stay.chunk)
@@ -500,8 +488,7 @@ def _fetches(work: Work, stays: Iterable[_Stay]) -> dict[int, list[_Fetch]]:
         if held > room:
             after = max(after, stay.fetched - 1)
         heapq.heappush(ends, (stay.last_use, stay.chunk))
-        found.setdefault(stay.fetched, []).append(_Fetch(stay.chunk, stay.first_use, after))
-    return found
+        stay.room_after = after
 
 
 class _Moment(NamedTuple):
@@ -523,7 +510,9 @@ class _Overlap:
         self._computed: list[int] = []
         self._live = 0
         self._stays = _stays(work, (STEPS + 1) * self.per_step)
-        self._fetches = _fetches(work, self._stays)
+        self._fetches: defaultdict[int, list[_Stay]] = defaultdict(list)
+        for stay in self._stays:
+            self._fetches[stay.fetched].append(stay)
         self._fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
 
         trained = [index for index, chunk in enumerate(self._plan.layout.chunks) if chunk.trainable]
@@ -554,8 +543,8 @@ class _Overlap:
 
     def begin(self, now: _Moment) -> None:
         """Compute a moment, behind what it reads."""
-        for fetch in self._fetches.get(now.at, ()):
-            self._fetch(fetch, now)
+        for stay in self._fetches[now.at]:
+            self._fetch(stay, now)
         read = self._plan.accesses[now.number].chunks
         after = self._computed[-1:] + [self._fetched.pop(index) for index in read if index in self._fetched]
         after += self._restore(now)
@@ -598,12 +587,12 @@ class _Overlap:
         """Do something behind the moment that was computed last."""
         return self.graph.chain(hops, now.step, now.number, self._computed[-1:], now.at)
 
-    def _fetch(self, fetch: _Fetch, now: _Moment) -> None:
-        after = [self._computed[fetch.room_after]] if fetch.room_after >= 0 else []
-        after += [self._updated[fetch.chunk]] if fetch.chunk in self._updated else []
-        tasks = self.graph.chain(self._work.fetch(fetch.chunk), now.step, now.number, after, fetch.first_use)
-        self.graph.window(tasks[0], fetch.chunk, at_end=False)
-        self._fetched[fetch.chunk] = tasks[-1]
+    def _fetch(self, stay: _Stay, now: _Moment) -> None:
+        after = [self._computed[stay.room_after]] if stay.room_after >= 0 else []
+        after += [self._updated[stay.chunk]] if stay.chunk in self._updated else []
+        tasks = self.graph.chain(self._work.fetch(stay.chunk), now.step, now.number, after, stay.first_use)
+        self.graph.window(tasks[0], stay.chunk, at_end=False)
+        self._fetched[stay.chunk] = tasks[-1]
 
     def _restore(self, now: _Moment) -> list[int]:
         """Bring activations back, when they are saved and the moment before the last that needed some is over."""
