@@ -147,9 +147,7 @@ MOST_PLAYED = 8  # meshes at most: those whose steps take least by their computi
 
 
 def _plan_over_mesh(way: Way, status: Status) -> Answer:
-    """The step over the mesh that was asked for, or over the one with the shortest step. Meshes are played in the order
-    of what their steps take at least, until no other one can be among the best, or ``MOST_PLAYED`` are.
-    """
+    """The step over the mesh that was asked for, or over the one with the shortest step."""
     settings, machine = way.settings, way.machine
     if machine.hardware is None:
         raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
@@ -158,23 +156,7 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
     candidates = sorted(over.candidates(), key=lambda candidate: candidate[2]) if is_auto else [over.asked()]
     if not candidates:
         raise JobError(f"--parallel auto: no mesh of {settings.gpus} GPUs goes with this model.")
-    found: list[MeshOutcome] = []
-    refused: dict[MeshSizes, BudgetExceeded] = {}
-    unsuited: ValueError | None = None
-    for sizes, micro_batches, least in candidates:
-        is_decided = len(found) > RUNNERS_UP and least > found[RUNNERS_UP].step_seconds
-        if is_decided or len(found) == MOST_PLAYED:
-            break
-        try:
-            found.append(over.play(sizes, micro_batches, ends=is_auto))
-            found.sort(key=lambda outcome: outcome.step_seconds)
-        except BudgetExceeded as e:
-            refused[sizes] = e
-        except ValueError as e:
-            unsuited = e
-    # What does not fit is told before what does not suit: it can be changed.
-    if unsuited is not None and not found and not refused:
-        raise JobError(f"{over.words}: {unsuited}.") from unsuited
+    found, refused = _played(over, candidates, ends=is_auto)
     if is_auto and found and found[0].sizes.pp > 2:  # to compare meshes it was played with two of its stages
         found[0] = over.play(found[0].sizes, found[0].micro_batches)
     made = timeline = best = None
@@ -216,6 +198,32 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
         ],
     }
     return report, made, timeline
+
+
+def _played(
+    over: _OverMesh, candidates: list[tuple[MeshSizes, int, float]], *, ends: bool
+) -> tuple[list[MeshOutcome], dict[MeshSizes, BudgetExceeded]]:
+    """The steps over meshes, the shortest first, and those that do not fit. Meshes are played in the order of what
+    a step takes at least, until no other one can be among the best, or ``MOST_PLAYED`` are. JobError if none suits.
+    """
+    found: list[MeshOutcome] = []
+    refused: dict[MeshSizes, BudgetExceeded] = {}
+    unsuited: ValueError | None = None
+    for sizes, micro_batches, least in candidates:
+        is_decided = len(found) > RUNNERS_UP and least > found[RUNNERS_UP].step_seconds
+        if is_decided or len(found) == MOST_PLAYED:
+            break
+        try:
+            found.append(over.play(sizes, micro_batches, ends=ends))
+            found.sort(key=lambda outcome: outcome.step_seconds)
+        except BudgetExceeded as e:
+            refused[sizes] = e
+        except ValueError as e:
+            unsuited = e
+    # What does not fit is told before what does not suit: it can be changed.
+    if unsuited is not None and not found and not refused:
+        raise JobError(f"{over.words}: {unsuited}.") from unsuited
+    return found, refused
 
 
 def _words_of(outcome: MeshOutcome) -> str:

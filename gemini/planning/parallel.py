@@ -311,20 +311,7 @@ def _play(
         timeline = simulate(plan, hardware, schedule=schedule, mesh=sizes)
         stages.append(StageOutcome((start, stop), plan, timeline))
 
-    def most_sent(group: Group, by_stage: Iterable[int]) -> tuple[int, int]:
-        """Of the rank that sends most: inside its machine, and to others."""
-        sent = sent_in_ring(group, max(by_stage))
-        return round(sent.inside), round(sent.between)
-
-    steps = [(stage.plan.accumulate, stage.plan.trace.moments) for stage in stages]
-    shared = (
-        [s.num_bytes for s in stage.timeline.spans if s.track in (Track.GATHER, Track.REDUCE)] for stage in stages
-    )
-    sent = {
-        "slices of layers": most_sent(grid.slices, (n * sum(m.tp_bytes for m in moments) for n, moments in steps)),
-        "parts of sequences": most_sent(grid.parts, (n * sum(m.cp_bytes for m in moments) for n, moments in steps)),
-        "weights and gradients": most_sent(grid.shards, map(sum, shared)),
-    }
+    sent = _sent(grid, stages)
     loops, bubble = LOOPS if order == "bfs" else 1, 0.0
     if sizes.pp > 1:
         # To one rank, which is on this machine or on another.
@@ -347,6 +334,24 @@ def _play(
         max(slowest + bubble, costs.wires(*map(sum, zip(*sent.values(), strict=True))).seconds),
         {name: both for name, both in sent.items() if any(both)},
     )
+
+
+def _sent(grid: Grid, stages: Sequence[StageOutcome]) -> dict[str, tuple[int, int]]:
+    """What the rank sends that sends most, by what for: bytes inside its machine, and to others."""
+
+    def most_sent(group: Group, by_stage: Iterable[int]) -> tuple[int, int]:
+        sent = sent_in_ring(group, max(by_stage))
+        return round(sent.inside), round(sent.between)
+
+    steps = [(stage.plan.accumulate, stage.plan.trace.moments) for stage in stages]
+    shared = (
+        [s.num_bytes for s in stage.timeline.spans if s.track in (Track.GATHER, Track.REDUCE)] for stage in stages
+    )
+    return {
+        "slices of layers": most_sent(grid.slices, (n * sum(m.tp_bytes for m in moments) for n, moments in steps)),
+        "parts of sequences": most_sent(grid.parts, (n * sum(m.cp_bytes for m in moments) for n, moments in steps)),
+        "weights and gradients": most_sent(grid.shards, map(sum, shared)),
+    }
 
 
 def _stages(trace: MemoryTrace, number: int, boundary: int) -> Iterator[tuple[int, int, MemoryTrace]]:

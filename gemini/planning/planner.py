@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -110,25 +111,23 @@ def plan(
     budgets = budgets_of(budget, hardware, sharing)
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
 
-    def choose(trace: MemoryTrace, overlap: bool) -> Plan:
-        def pose(where: str | None) -> Problem:
-            return pose_problem(
-                trace,
-                budgets,
-                precision=precision or trace.precision,
-                gradients=gradients,
-                compute=compute,
-                activations=activations,
-                offload_activations=where,
-                ranks=ranks,
-                max_chunk=max_chunk,
-                overlap=overlap,
-                rule=rule,
-                durable=isinstance(budget, MemoryBudget) and budget.durable,
-            )
+    pose = partial(
+        pose_problem,
+        budgets=budgets,
+        precision=precision or trace.precision,
+        gradients=gradients,
+        compute=compute,
+        activations=activations,
+        ranks=ranks,
+        max_chunk=max_chunk,
+        rule=rule,
+        durable=isinstance(budget, MemoryBudget) and budget.durable,
+    )
 
+    def choose(trace: MemoryTrace, overlap: bool) -> Plan:
         planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
-        return planner.best_of(pose, placement, offload_activations)
+        posed = partial(pose, trace, overlap=overlap)
+        return planner.best_of(lambda where: posed(offload_activations=where), placement, offload_activations)
 
     return first_that_fits(choose, trace, overlap=schedule == "overlapped")
 
@@ -197,6 +196,9 @@ def pose_problem(
     largest = max(chunk.numel for chunk in layout.chunks)
     whole = working.whole_numel(layout, rule)
     tile = working.tile_numel(largest, whole)
+    staging = working.staging_bytes(tile, rule)
+    staging *= working.staging_sets(compute, precision, overlap=overlap, many=ranks > 1)
+    on_device = working.device_staging_bytes(largest, rule, whole, overlap=overlap)
     _refuse_divided(layout, rule)
     many = ranks > 1 or replicas > 1
     offload_to = None if offload_activations is None else Tier(offload_activations)
@@ -205,20 +207,12 @@ def pose_problem(
         activations = 0  # they are computed in host memory, beside its budget
     elif activations is None:
         activations = working.activation_bytes(trace, offloaded=offloads)
-    itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
     beside = overlap and compute is Tier.GPU
     waiting = working.waiting_activations(trace) if beside and offloads else 0
     if beside and not many and gradients != "transient":
         waiting += working.waiting_gradients(layout, compute_itemsize(precision))
-    # Gradients on their way: whole ones that wait to be divided, or those that wait for their update.
-    if many:
-        in_flight = working.gradients_in_flight(layout, itemsize)
-    elif overlap and gradients == "transient":
-        in_flight = working.WAITING_GRADIENTS * max(
-            (c.numel * c.grad_itemsize(itemsize) for c in layout.chunks if c.trainable), default=0
-        )
-    else:
-        in_flight = 0
+    itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
+    behind = overlap and gradients == "transient"
     return Problem(
         layout=layout,
         precision=precision,
@@ -227,22 +221,27 @@ def pose_problem(
         durable=durable,
         compute=compute,
         working_set=working.gathered_at_once(trace, layout, precision),
-        staging=working.staging_bytes(tile, rule)
-        * working.staging_sets(compute, precision, overlap=overlap, many=ranks > 1),
+        staging=staging,
         activations=activations,
-        in_flight=in_flight,
+        in_flight=_in_flight(layout, itemsize, divided=many, behind=behind),
         waiting=waiting,
         exchange=working.scratch_bytes(ranks, min(tile, working.PIECE), replicas) if many else 0,
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,
         offload_to=offload_to if offloads else None,
-        device_staging=working.device_staging_bytes(largest, rule, whole, overlap=overlap)
-        if compute is Tier.GPU
-        else 0,
+        device_staging=on_device if compute is Tier.GPU else 0,
         rule=rule,
         beside=working.beside_bytes(trace.target, compute),
         factors=sum(factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable),
     )
+
+
+def _in_flight(layout: Layout, itemsize: int, *, divided: bool, behind: bool) -> int:
+    """Bytes of gradients on their way: whole ones that are to be ``divided``, or those that are updated ``behind``."""
+    if divided:
+        return working.gradients_in_flight(layout, itemsize)
+    sizes = [chunk.numel * chunk.grad_itemsize(itemsize) for chunk in layout.chunks if chunk.trainable]
+    return working.WAITING_GRADIENTS * max(sizes, default=0) if behind else 0
 
 
 def _refuse_divided(layout: Layout, rule: RuleSpec) -> None:

@@ -1,4 +1,4 @@
-"""Integer programs: which of many decisions to make, so that they cost least within limits. scipy's HiGHS solves them."""
+"""Integer programs: which of many decisions to make, so that they cost least within limits."""
 
 from __future__ import annotations
 

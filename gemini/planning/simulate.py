@@ -184,29 +184,34 @@ def simulate(
     if clipping and plan.problem.gradients == "transient":
         raise ValueError('clipping needs the gradients of the whole model, and gradients="transient" keeps none')
     ranks = plan.layout.ranks
-    mesh = MeshSizes(dp=ranks) if mesh is None else mesh
-    if mesh.shards != ranks:
-        raise PlanMismatch(f"the plan is for {ranks} ranks that share params, and a mesh of {mesh} has {mesh.shards}")
-    local_ranks = mesh.ranks
-    if local_ranks > 1 and plan.problem.compute is Tier.GPU:
-        num_gpus = hardware.get("num_gpus", needed_for=f"dividing a machine among {local_ranks} ranks")
-        local_ranks = min(local_ranks, int(num_gpus))
-    _check(plan, hardware, local_ranks)
+    grid = _grid(plan, hardware, MeshSizes(dp=ranks) if mesh is None else mesh)
+    _check(plan, hardware, grid.per_machine)
     costs = Costs(
         hardware,
         efficiency or Efficiency(),
         compute=plan.problem.compute,
         precision=plan.problem.precision,
-        local_ranks=local_ranks,
+        local_ranks=grid.per_machine,
         beside=schedule == "overlapped",
         update_threads=update_threads,
     )
     recorded_here = (plan.trace.target == "cpu") == (plan.problem.compute is Tier.CPU)
-    work = Work(plan, costs, Grid(mesh, local_ranks), measured=recorded_here and plan.trace.seconds is not None)
+    work = Work(plan, costs, grid, measured=recorded_here and plan.trace.seconds is not None)
     clips = plan.problem.gradients != "transient" if clipping is None else clipping
     graph = serial(work) if schedule == "serial" else overlapped(work, clipping=clips)
     title = f"{plan.trace.model} on {f'{ranks} x ' if ranks > 1 else ''}{hardware.name}, {schedule}"
     return timeline_of(graph, title=title, is_serial=schedule == "serial")
+
+
+def _grid(plan: Plan, hardware: Hardware, mesh: MeshSizes) -> Grid:
+    """Which ranks of the mesh are on one machine; PlanMismatch for a mesh that is not the plan's."""
+    ranks, local_ranks = plan.layout.ranks, mesh.ranks
+    if mesh.shards != ranks:
+        raise PlanMismatch(f"the plan is for {ranks} ranks that share params, and a mesh of {mesh} has {mesh.shards}")
+    if local_ranks > 1 and plan.problem.compute is Tier.GPU:
+        num_gpus = hardware.get("num_gpus", needed_for=f"dividing a machine among {local_ranks} ranks")
+        local_ranks = min(local_ranks, int(num_gpus))
+    return Grid(mesh, local_ranks)
 
 
 def _check(plan: Plan, hardware: Hardware, local_ranks: int) -> None:

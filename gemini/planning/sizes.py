@@ -205,17 +205,7 @@ def deepened(three: MemoryTrace, five: MemoryTrace, num_layers: int) -> MemoryTr
 
     def moment(base: Moment, less: Moment, by: int, further: Sequence[Moment] = ()) -> Moment:
         """``base``, as it is ``by`` layers further on; ``less`` is of the step of three, ``further`` one and two on."""
-        if any(
-            (m.phase, m.products, m.attention) != (base.phase, base.products, base.attention) for m in (less, *further)
-        ):
-            raise ValueError(f"{base.module} has other work in another layer")
-        numbers = {}
-        for name in NUMBERS:
-            own, before, *later = (getattr(m, name) for m in (base, less, *further))
-            slope = later[0] - own if later else 0
-            if (own - before) % (DEEP - SHALLOW) or (later and later[1] - later[0] != slope):
-                raise ValueError(f"{name} of {base.module} does not grow evenly with layers")
-            numbers[name] = own + (own - before) // (DEEP - SHALLOW) * more + slope * (by if later else 0)
+        numbers = _numbers_of(base, less, further, more=more, by=by)
         where = {"module": _shifted(base.module, by), "params": moved(base.params, by)}
         return replace(base, **where, gradients=moved(base.gradients, by), **numbers)  # type: ignore[arg-type]
 
@@ -243,6 +233,23 @@ def deepened(three: MemoryTrace, five: MemoryTrace, num_layers: int) -> MemoryTr
         buffer_bytes=five.buffer_bytes + (five.buffer_bytes - three.buffer_bytes) // (DEEP - SHALLOW) * more,
         tiled=tiled,
     )
+
+
+def _numbers_of(base: Moment, less: Moment, further: Sequence[Moment], *, more: int, by: int) -> dict[str, int]:
+    """What a moment ``by`` layers behind ``base`` does and holds, in a step of so many ``more`` layers. Raises
+    ValueError if it is not the same for each layer.
+    """
+    alike = (less, *further)
+    if any((m.phase, m.products, m.attention) != (base.phase, base.products, base.attention) for m in alike):
+        raise ValueError(f"{base.module} has other work in another layer")
+    numbers = {}
+    for name in NUMBERS:
+        own, before, *later = (getattr(m, name) for m in (base, *alike))
+        slope = later[0] - own if later else 0
+        if (own - before) % (DEEP - SHALLOW) or (later and later[1] - later[0] != slope):
+            raise ValueError(f"{name} of {base.module} does not grow evenly with layers")
+        numbers[name] = own + (own - before) // (DEEP - SHALLOW) * more + slope * (by if later else 0)
+    return numbers
 
 
 T = TypeVar("T")
