@@ -47,16 +47,6 @@ def test_json_is_the_trace_and_nothing_else(gemini_command: Command, tiny_config
     assert sum(m.num_ops for m in found.moments) > sum(m.num_ops for m in fused.moments)
 
 
-def test_an_encoder_and_decoder_is_traced_and_planned(gemini_command: Command, tmp_path: Path) -> None:
-    config = tmp_path / "t5.json"
-    values = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
-    values |= {"decoder_start_token_id": 0, "pad_token_id": 0}
-    config.write_text(json.dumps({"model_type": "t5", **values}))
-    result = gemini_command.ok("plan", config, "--seq-len", 16, "--cpu", "64MiB", "--json")
-    said = json.loads(result.stdout)
-    assert said["model"] == "T5ForConditionalGeneration" and said["compute"] == "cpu"
-
-
 def test_a_plan_from_a_config_is_that_of_its_trace(gemini_command: Command, tiny_config: Path, tmp_path: Path) -> None:
     """The same answer, but for what to change: a trace says nothing of the step with checkpointing."""
     sizes, out = ("--gpu", "4MiB", "--cpu", "64MiB"), tmp_path / "trace.json"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from memory_cases import World
 
-from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
+from gemini.errors import BudgetExceeded, IllegalTransition
 from gemini.ledger import WELCOME, Ledger
 from gemini.memory.chunks.chunk import USE_TABLE, Use, UseChange
 from gemini.memory.devices import device as devices
@@ -64,24 +64,6 @@ def shown(world: World, index: int) -> float:
     return float(world.chunks[index].flat[-1])
 
 
-def test_acquire_shows_the_content_and_release_keeps_it(make_world: Callable[[list[int], int], World]) -> None:
-    world = make_world([2, 3], 5)
-    a, b = world.chunks
-    for chunk in (a, b, a):
-        world.manager.acquire(chunk)
-        check(world)
-    assert shown(world, 0) == 1 and shown(world, 1) == 2
-    assert (a.pins, b.pins, a.use) == (2, 1, Use.COMPUTE)
-    world.manager.release(a)
-    assert a.use is Use.COMPUTE, "someone else still reads it"
-    world.manager.release(a)
-    world.manager.release(b)
-    assert a.use is b.use is Use.HOLD and world.manager.room.num_evictions == 0
-    world.manager.acquire(a)
-    assert world.manager.num_gathers == 2, "still there: not fetched again"
-    check(world)
-
-
 def test_the_least_recently_used_goes_first(make_world: Callable[[list[int], int], World]) -> None:
     world = make_world([1, 1, 1, 1], 3)
     for index in (0, 1, 2, 0):
@@ -90,18 +72,6 @@ def test_the_least_recently_used_goes_first(make_world: Callable[[list[int], int
     world.manager.acquire(world.chunks[3])
     check(world)
     assert world.evicted == [1] and world.gathered() == [0, 2, 3]
-
-
-def test_what_this_step_reads_no_more_goes_before_all_others(make_world: Callable[[list[int], int], World]) -> None:
-    world = make_world([1, 1, 1], 2)
-    for index in (0, 1):
-        world.manager.acquire(world.chunks[index])
-        world.manager.release(world.chunks[index])
-    world.manager.grads_complete(world.chunks[1])
-    assert world.chunks[1].use is Use.GRAD_READY
-    world.manager.acquire(world.chunks[2])
-    assert world.evicted == [1]
-    check(world)
 
 
 def test_gradients_that_complete_while_the_chunk_is_read(make_world: Callable[[list[int], int], World]) -> None:
@@ -115,36 +85,6 @@ def test_gradients_that_complete_while_the_chunk_is_read(make_world: Callable[[l
     check(world)
     world.manager.acquire(world.chunks[2])
     assert world.evicted == [1], "complete: once released, it is the first to go"
-    check(world)
-
-
-def test_pinned_is_never_evicted_and_a_refusal_changes_nothing(make_world: Callable[[list[int], int], World]) -> None:
-    world = make_world([2, 2, 1, 4], 5)
-    for index in (0, 1):
-        world.manager.acquire(world.chunks[index])
-    world.manager.acquire(world.chunks[2])
-    world.manager.release(world.chunks[2])
-    before = world.snapshot()
-    with pytest.raises(BudgetExceeded, match=r"needs 16 KiB.*2 gathered chunks in use.*[Rr]aise"):
-        world.manager.acquire(world.chunks[3])
-    assert world.snapshot() == before, "the one that could have gone alone did not go in vain"
-    check(world)
-    with pytest.raises(BudgetExceeded):
-        world.make_room(2 * UNIT)
-    assert world.snapshot() == before
-    world.make_room(UNIT)
-    assert world.evicted == [2]
-    check(world)
-    assert shown(world, 0) == 1 and shown(world, 1) == 2
-
-
-def test_larger_than_the_whole_budget(make_world: Callable[[list[int], int], World]) -> None:
-    world = make_world([3, 7], 6)
-    before = world.snapshot()
-    with pytest.raises(BudgetExceeded):
-        world.manager.acquire(world.chunks[1])
-    assert world.snapshot() == before
-    world.manager.acquire(world.chunks[0])
     check(world)
 
 
@@ -247,26 +187,6 @@ def test_windows_get_more_for_good_only_where_nothing_else_helps() -> None:
     device.close()
 
 
-def test_overtaken_copies_are_dropped_now_or_at_release(make_world: Callable[[list[int], int], World]) -> None:
-    world = make_world([1, 1], 2)
-    idle, busy = world.chunks
-    for chunk in (idle, busy):
-        world.manager.acquire(chunk)
-    world.manager.release(idle)
-    for chunk in (idle, busy):
-        world.write(chunk, 7.0)
-    world.manager.drop(world.chunks)
-    check(world)
-    assert idle.use is Use.FREE and busy.use is Use.COMPUTE and busy.stale
-    assert shown(world, 1) == 2, "who reads goes on reading what it began with"
-    world.manager.release(busy)
-    assert busy.use is Use.FREE and not busy.stale
-    for index in (0, 1):
-        world.manager.acquire(world.chunks[index])
-        assert shown(world, index) == 7
-    check(world)
-
-
 def test_illegal_steps_are_errors() -> None:
     from gemini.memory.chunks.chunk import step
 
@@ -275,29 +195,6 @@ def test_illegal_steps_are_errors() -> None:
             if (use, event) not in USE_TABLE:
                 with pytest.raises(IllegalTransition, match=f"chunk 3.*{use.value}.*{event.value}.*only"):
                     step(use, event, "chunk 3")
-
-
-def test_a_failed_read_leaves_everything_as_it_was(
-    make_world: Callable[[list[int], int], World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = make_world([1, 2, 2], 3)
-    world.manager.acquire(world.chunks[0])
-    world.manager.acquire(world.chunks[1])
-    world.manager.release(world.chunks[1])
-
-    def fail(*args: object) -> None:
-        raise GeminiError("the disk is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(world.mover, "fetch", fail)
-        for _ in range(3):
-            with pytest.raises(GeminiError, match="disk is gone"):
-                world.manager.acquire(world.chunks[2])
-            check(world)
-            assert world.chunks[2].use is Use.FREE and world.chunks[2].pins == 0
-    world.manager.acquire(world.chunks[2])
-    assert shown(world, 2) == 3 and shown(world, 0) == 1
-    check(world)
 
 
 @pytest.mark.parametrize("seed", range(2))

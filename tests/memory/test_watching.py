@@ -278,23 +278,6 @@ def test_transfers_that_are_added_may_overlap_and_reach_across_a_step() -> None:
     assert value(second).busy == {Track.NVME_READ: 5} and not value(second).stalls
 
 
-def test_what_is_given_up_takes_what_others_did_for_it_along() -> None:
-    recorder, clock = recorded()
-    worker = Worker()
-    recorder.begin_step({})
-    clock.now += 1
-    first = recorder.end_step()
-    recorder.begin_step({})
-    worker.enters(lambda: recorder.span(Track.UPDATE))
-    clock.now += 1
-    recorder.abandon_step()
-    clock.now += 1
-    worker.leaves()
-    recorder.begin_step({})
-    clock.now += 1
-    assert not spans(value(first)) and value(first).step_seconds == 1 and not spans(timeline_of(recorder))
-
-
 def test_bytes_that_other_threads_take_are_seen_between_steps_too() -> None:
     recorder, clock = recorded()
     worker = Worker()
@@ -510,24 +493,3 @@ def test_a_lost_end_of_a_wait_costs_one_step() -> None:
         clock.now += 1
     watch.end_step()
     assert watch.stalls == {"update": 1}
-
-
-def test_waits_are_known_whether_somebody_records_or_not() -> None:
-    clock = Clock()
-    mover = Mover(CpuDevice(), 1024, Ledger({Tier.CPU: 2**20}))
-    watch = mover.watch
-    watch.clock = clock
-    for recorder in (None, recorder_by(clock)):
-        watch.recorder = recorder
-        if recorder is not None:
-            recorder.begin_step({})
-        with mover.about("update", "wait for the update of chunk 3", 3):
-            clock.now += 2
-        with mover.about("all-gather", "all-gather chunk 1", 1, track=Track.GATHER):
-            clock.now += 1
-        watch.end_step()
-        assert watch.stalls == {"update": 2, "all-gather": 1}
-    assert recorder is not None
-    timeline = recorder.end_step().timeline(title="", tokens=0, flops=0, budgets={})
-    assert timeline.stalls == {"update": 2, "all-gather": 1} and timeline.busy == {Track.GATHER: 1}
-    assert timeline.spans[0].name == "all-gather chunk 1"
