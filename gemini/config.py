@@ -172,6 +172,11 @@ class GeminiConfig:
         return self if self.precision is not None else replace(self, precision=precision)
 
 
+def config_of(given: GeminiConfig | None) -> GeminiConfig:
+    """The config that was given, or the one of all defaults."""
+    return GeminiConfig() if given is None else given
+
+
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision": (None, *PRECISIONS),
     "gradients": GRADIENTS,

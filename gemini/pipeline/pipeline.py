@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.config import GeminiConfig
+from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import course_of
@@ -96,17 +96,17 @@ class Pipeline:
         if isinstance(model, Skeleton):
             fill = model.fill
             model = cast(nn.Module, model.model)
-        config = (GeminiConfig() if config is None else config).resolved()
+        config = config_of(config).resolved()
         if config.gradients == "retain":
             config = replace(config, gradients="accumulate")
-        size = 1 if mesh is None else size_of(mesh, "pp")
+        size = size_of(mesh, "pp")
         _check(schedule, size, micro_batches, stages, config)
         if sliced_in(model) is not None:
             raise ValueError(
                 f"Pipeline of a {type(model).__name__} that is in slices: give it the whole model, which it cuts over "
                 "the tp of its mesh by itself"
             )
-        if (coded := first_coded(model)) is not None:
+        if coded := first_coded(model):
             raise ValueError(
                 f"Pipeline of a model with 4-bit codes ({coded!r}): stages are of params in floating point. Use dp, "
                 "which divides codes among ranks: GeminiDDP(model, config)"
@@ -189,7 +189,7 @@ class Pipeline:
             ValueError: as :class:`Pipeline` and :func:`gemini.from_pretrained`; and, with several ranks, if the files
                 lack weights, since each stage would initialize them in another way.
         """
-        config = (GeminiConfig() if config is None else config).resolved()
+        config = config_of(config).resolved()
         skeleton, info = skeleton_from_pretrained(
             path, model_class=model_class, **attention_keyword(attn_implementation), **kwargs
         )

@@ -41,7 +41,7 @@ from gemini.train.context import ContextParallel, ImaginedExchange, part_of
 from gemini.train.loading.skeleton import generators_kept, without_drawing
 from gemini.train.modules import token_tiles
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
-from gemini.train.modules.reading import compiled_part, mark_compiled, structure_of
+from gemini.train.modules.reading import compiled_part, is_compiled, mark_compiled, structure_of
 from gemini.train.observers import iter_tensors
 from gemini.train.params.handle import handle_of
 from gemini.train.slices.slicing import imagine_slices
@@ -394,7 +394,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     try:
         copied = copy.deepcopy(model, memo)
         for own, other in zip(model.modules(), copied.modules(), strict=True):
-            if compiled_part(own) is not None:
+            if is_compiled(own):
                 _run_as_python(own, other)
         return copied
     except Exception as e:

@@ -17,7 +17,7 @@ from gemini.tracing.meter import make_target
 from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
 from gemini.train.engine import Engine
 from gemini.train.modules.mixed import kept_in_fp32
-from gemini.train.modules.reading import compiled_part, structure_of
+from gemini.train.modules.reading import is_compiled, structure_of
 
 
 class MemoryTracer:
@@ -132,7 +132,7 @@ class _Recorder(Observer):
         if self.recorded is not None:
             self._end_counting()
         elif not self._skip and self.meter is None:
-            if any(compiled_part(module) is not None for module in self.model.modules()):
+            if any(map(is_compiled, self.model.modules())):
                 self._as_python = torch.compiler.set_stance("force_eager")
             self.make_meter().__enter__()
 

@@ -189,7 +189,7 @@ def refuse_unsupported(structure: Structure) -> None:
                 "AdaLoRA chooses the ranks of its adapters by p.grad in update_and_allocate(), and gradients of a "
                 "managed model live in chunks: train with LoraConfig (or DoRA: use_dora=True) instead"
             )
-        if len(getattr(module, "lora_magnitude_vector", ())) and (coded := first_coded(module)) is not None:
+        if len(getattr(module, "lora_magnitude_vector", ())) and (coded := first_coded(module)):
             raise ValueError(
                 f"DoRA (use_dora=True) on 4-bit weights ({coded!r}): PEFT puts a new param in the place of the weight "
                 "in each forward, which nobody manages. Train with LoraConfig without it, or with the base in bf16"
@@ -203,7 +203,7 @@ def _check_merge_allowed(tuner: Any) -> None:
 
 
 def _refuse_coded(model: nn.Module, what: str) -> None:
-    if (coded := first_coded(model)) is not None:
+    if coded := first_coded(model):
         raise GeminiError(
             f"{what} on a base of 4-bit codes ({coded!r}): PEFT would put new params in their place, which nobody "
             "manages. merge_and_unload() gives an ordinary model, its sum rounded to 4 bits; or save the adapter and "

@@ -87,8 +87,9 @@ class EMA:
 
     def _read(self, handle: ParamHandle) -> torch.Tensor:
         by_names, in_place = self._engine.by_names, self._engine.state.shows_averages
-        average = None if in_place or not handle.num_steps else by_names.read_plane(handle, PLANE)
-        return by_names.read_whole(handle, torch.float32) if average is None else by_names.joined(handle, average)
+        if in_place or not handle.num_steps or PLANE not in handle.chunk.planes:
+            return by_names.read_whole(handle, torch.float32)
+        return by_names.joined(handle, by_names.read_plane(handle, PLANE))
 
     def _enter(self, own: int) -> None:
         state = self._engine.state

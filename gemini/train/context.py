@@ -31,10 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from gemini.errors import GeminiError, RankMismatch
+from gemini.patches import replaced
 from gemini.ranks.agree import Facts, agree, checksum_of
 from gemini.ranks.group import place_in, size_of
 from gemini.ranks.wire import Tag, Wire, add_up
-from gemini.train.modules.reading import compiled_part
+from gemini.train.modules.reading import is_compiled
 
 MARK = "sequence_part"
 """The entry of a batch that says which part it is: rank, number of parts, tokens of the whole, and two checksums."""
@@ -65,7 +66,7 @@ def sequence_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[st
         ValueError: if ``cp`` does not divide the number of tokens, for padding elsewhere than at the end, for packed
             sequences (``position_ids`` that start again), and for tensors that cannot be cut.
     """
-    size = 1 if mesh is None else size_of(mesh, "cp")
+    size = size_of(mesh, "cp")
     if size == 1 or mesh is None:
         return dict(batch)
     return part_of(batch, place_in(mesh, "cp"), size)
@@ -241,14 +242,13 @@ def register(kernel: str) -> str:
     from transformers import AttentionInterface
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        found = _attending.get(module)
-        if found is None:
+        if module not in _attending:
             raise GeminiError(
                 f"the attention {PREFIX}{kernel} belongs to a model that is under context parallel, and this "
                 f"{type(module).__name__} is not in one: its config says attn_implementation={PREFIX + kernel!r}, set "
                 f"{kernel!r} in its place"
             )
-        return found(module, *args, **kwargs)
+        return _attending[module](module, *args, **kwargs)
 
     AttentionInterface.register(PREFIX + kernel, attention)
     return PREFIX + kernel
@@ -396,14 +396,11 @@ def transformer_in(model: nn.Module) -> Any:
     """The outer model of transformers in ``model``. Raises GeminiError, naming why there is none to be divided."""
     from transformers import PreTrainedModel
 
-    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if found is None:
-        why: str | None = f"{type(model).__name__} is no model of transformers, whose attention could be divided"
-    else:
-        why = next(_obstacles(found), None)
-    if why is not None:
+    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    none = f"{type(model).__name__} is no model of transformers, whose attention could be divided"
+    for why in _obstacles(found[0]) if found else [none]:
         raise GeminiError(f"context parallel (a mesh with a dimension cp): {why}. Use a mesh without cp")
-    return found
+    return found[0]
 
 
 def _obstacles(model: Any) -> Iterator[str]:
@@ -427,7 +424,7 @@ def _obstacles(model: Any) -> Iterator[str]:
         if isinstance(module, (nn.Conv1d, nn.RNNBase)) or _ALONG_THE_SEQUENCE.search(type(module).__name__):
             kind = type(module).__name__
             yield f"{path} ({kind}) has a state along the sequence, which would begin anew in each part"
-    if any(compiled_part(module) is not None for module in model.modules()):
+    if any(map(is_compiled, model.modules())):
         yield f"parts of {name} are compiled, and ranks meet inside its attention, where nothing can be compiled"
     for rope in _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
         if rope in ("dynamic", "longrope"):
@@ -473,7 +470,7 @@ class ContextParallel:
         configs = {id(m.config): m.config for m in self._model.modules() if hasattr(m, "config")}.values()
         self._configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
         # Another library may have put a forward of its own on this model: it is put back.
-        self._before = self._model.__dict__.get("forward")
+        self._before = {name: own for name, own in vars(self._model).items() if name == "forward"}
 
     def put(self) -> None:
         """Let the model compute parts, until :meth:`take_away`."""
@@ -484,8 +481,7 @@ class ContextParallel:
     def take_away(self) -> None:
         """Let the model compute whole sequences again."""
         self._model.__dict__.pop("forward", None)
-        if self._before is not None:
-            self._model.__dict__["forward"] = self._before
+        self._model.__dict__.update(self._before)
         self._name_attention(self._kernel)
         for module in self._model.modules():
             _attending.pop(module, None)
@@ -567,14 +563,8 @@ class ContextParallel:
             return original(*args, **how)
 
         # transformers keeps it there, if anybody has set one for this model.
-        own = model.__dict__.get("_loss_function")
-        model._loss_function = watched
-        try:
+        with replaced(model, "_loss_function", watched):
             yield
-        finally:
-            del model._loss_function
-            if own is not None:
-                model._loss_function = own
         if not all(seen) or not seen:
             raise GeminiError(
                 f"context parallel: {type(model).__name__} does not pass shift_labels to its loss, and would shift "

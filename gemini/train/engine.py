@@ -109,16 +109,17 @@ class Engine:
             params, store, by_names, parts.exposure, parts.saved_weights, is_divided=ranks.shares_params
         )
 
-    def take_home(self, fill: Callable[[ByName, Ranks], nn.Module] | None = None) -> nn.Module | None:
+    def take_home(self, model: nn.Module, fill: Callable[[ByName, Ranks], nn.Module] | None = None) -> nn.Module:
         """Take the params over: from here on the model is trained with what was made. ``fill`` writes the values of
-        params that hold none yet, given their homes and who shares them; its result, the model that has them, is given.
+        params that hold none yet, given their homes and who shares them; given is the model that has them, its result.
         """
-        filled = None if fill is None else fill(self.by_names, self.ranks)
+        if fill is not None:
+            model = fill(self.by_names, self.ranks)
         self.adoption.take_all(filled=fill is not None)
         self.store.mover.watch.start_over()  # coming home is no part of the first step
         # What the wrap has made and dropped holds memory of the model that it was.
         gc.collect(0)
-        return filled
+        return model
 
     @alone
     def drain(self) -> None:

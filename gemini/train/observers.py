@@ -30,9 +30,9 @@ class Observers:
         self.are_there = False
         """Whether there is a recording or a tracer: they are told of every module, and of what it reads alone."""
 
-    def record(self, recording: Any) -> None:
-        """Tell ``recording`` from now on, or nobody."""
-        self.recordings = () if recording is None else (recording,)
+    def record(self, *recordings: Any) -> None:
+        """Tell this one from now on, or nobody."""
+        self.recordings = recordings
         self.are_there = bool(self.recordings) or self.around_own_work is not None
 
     def set_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:

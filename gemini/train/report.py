@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -183,12 +183,13 @@ class Recording:
     def __init__(self, engine: Engine, model: nn.Module, trace: MemoryTrace | None):
         """PlanMismatch is raised for a trace of another model."""
         # Weakly: a program may keep the recording, to read its timeline, for longer than the model.
-        self._reference = weakref.ref(engine)
+        self._reference: Callable[[], Any] = weakref.ref(engine)
+        self._flops = 0  # of a batch, where a trace says so
         if trace is not None:
+            self._flops = trace.flops
             ours = engine.decision.trace
             # A trace may have been made without knowing what stays in fp32 here.
             ours.check_same_model(trace.with_fp32({p.name for p in ours.params if p.fp32}), what="the trace")
-        self._trace = trace
         self._recorder = Recorder(engine.store.device)
         # By `id`, as of now: the model is the caller's, and outlives the block.
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -225,8 +226,8 @@ class Recording:
             )
         self.drain()
         step, tokens, num_batches = self._last
-        flops = 0 if self._trace is None else self._trace.flops * num_batches
-        return step.timeline(title=self._title, tokens=tokens * self._ranks, flops=flops, budgets=self._budgets)
+        flops, tokens = self._flops * num_batches, tokens * self._ranks
+        return step.timeline(title=self._title, tokens=tokens, flops=flops, budgets=self._budgets)
 
     # ---- told by the engine -------------------------------------------------------------------------------------
 
@@ -322,7 +323,7 @@ class Recording:
         finally:
             # First: what follows must not be told to a recorder that ends.
             self._is_open = False
-            observers.record(None)
+            observers.record()
             watch.recorder = ledger.on_change = None
             self._recorder.close()
             counting.remove()
@@ -337,8 +338,7 @@ class Recording:
         return f"{phase} {self._paths.get(id(module)) or self._name}"
 
     def _engine(self) -> Engine:
-        engine = self._reference()
-        assert engine is not None
+        engine: Engine = self._reference()
         return engine
 
 

@@ -380,12 +380,11 @@ class StepState:
         self.clip_coefficient *= coefficient
         self.has_clipped = True
 
-    def take_clipping(self) -> float | None:
-        """Return the coefficient of clipping, which from now on is 1; None if nothing was clipped."""
+    def take_clipping(self) -> float:
+        """Return the coefficient of clipping, which from now on is 1."""
         self.fetch_clipping()
-        coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
-        was_clipped, self.has_clipped = self.has_clipped, False
-        return coefficient if was_clipped else None
+        coefficient, self.clip_coefficient, self.has_clipped = self.clip_coefficient, 1.0, False
+        return coefficient
 
     # ---- an update that broke off -------------------------------------------------------------------------------
 
@@ -397,6 +396,10 @@ class StepState:
         self.corrupted_by = f"{type(cause).__name__}: {cause}"
         if not reported:
             self._unreported = cause
+
+    @property
+    def is_corrupted(self) -> bool:
+        return self.corrupted_by is not None
 
     def mark_restored(self) -> None:
         """Allow everything again: every master and state was written anew."""
@@ -422,7 +425,7 @@ class StepState:
 
     def check_whole(self) -> None:
         """Refuse to go on with a half-made update."""
-        if self.corrupted_by is not None:
+        if self.is_corrupted:
             raise GeminiError(
                 f"an update of this model broke off ({self.corrupted_by}): its weights and states are half of one "
                 "step and half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"

@@ -30,7 +30,7 @@ from gemini.train.modules.reading import Structure, is_a, own_buffers
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.in_place import give_back as give_optimizer_back
 from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import StageParam, Stepper, optimizer_of
+from gemini.train.params.handle import StageParam, owners_of
 from gemini.train.passes import hooks
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.experts import spread_experts
@@ -78,12 +78,15 @@ def manage(
     """
     changes, is_filled = Changes(), fill is None
     try:
-        if whole is None:
-            whole = cut_if_whole(model, mesh, is_filled=is_filled) or spread_experts(model, mesh, is_filled=is_filled)
+        whole = (
+            whole
+            or cut_if_whole(model, mesh, is_filled=is_filled)
+            or spread_experts(model, mesh, is_filled=is_filled)
+            or WholeParams()
+        )
         # Each undo is noted before, or as soon as, its change can have begun: an interrupt must find it in the list.
-        if whole is not None:
-            changes.append(_to_call(whole.give_back))
-        cuts = cuts_in(model) if whole is None else whole.by_param(model)
+        changes.append(_to_call(whole.give_back))
+        cuts = whole.by_param(model) or cuts_in(model)
         # Before anything is planned: what is computed in tiles is gathered together.
         if config.tile_tokens not in (None, "auto"):
             changes.append(_to_call(tile_tokens(model, config.tile_tokens).take_away))
@@ -93,8 +96,7 @@ def manage(
         ranks = {"process_group": process_group, "mesh": mesh, "of_stages": of_stages}
         with joining(config.memory):
             engine = Engine(structure, config, is_filled=is_filled, cuts=cuts, **ranks)
-            filled = engine.take_home(fill)
-            model = model if filled is None else filled
+            model = engine.take_home(model, fill)
         moved = _put_on(model, structure, engine, whole, changes)
         # Last: until here the model is an ordinary one to everybody, errors included.
         original = type(model)
@@ -107,28 +109,24 @@ def manage(
     # From here on undoing gives the values of then, not those of before: old values free their memory.
     engine.adoption.keep()
     moved.keep()
-    if whole is not None:
-        whole.keep()
+    whole.keep()
     model.__dict__["_gemini_changes"] = changes
     # Optimizers made before the wrap (with plain states) move their states into chunks.
-    for optimizer in _optimizers_of(engine).values():
+    for optimizer in owners_of(engine.params.handles):
         optimizer.adopt_plain_states()
     return model
 
 
-def _put_on(
-    model: nn.Module, planned: Structure, engine: Engine, whole: WholeParams | None, changes: Changes
-) -> _Buffers:
+def _put_on(model: nn.Module, planned: Structure, engine: Engine, whole: WholeParams, changes: Changes) -> _Buffers:
     """Give a model, whose params are home, its engine, tiles, buffers and hooks; each with its undo in ``changes``.
     ``planned``: the structure that the engine was made for. Returns the buffers, which can go back until they are kept.
     """
     structure = planned
-    if whole is not None:
-        changes.append(_to_call(whole.take_away))
-        whole.put_on(model, engine.ranks)
+    changes.append(_to_call(whole.take_away))
+    whole.put_on(model, engine.ranks)
     model.__dict__["_gemini_engine"] = engine
     changes.append(_take_from_engine)
-    engine.adoption.becomes_whole = whole is not None and whole.comes_back
+    engine.adoption.becomes_whole = whole.comes_back
     # With `fill` another module may have come, and "auto" has chosen its tile only now.
     tokens = engine.decision.tile_tokens
     if model is not planned.model or (tokens is not None and engine.config.tile_tokens == "auto"):
@@ -209,17 +207,13 @@ def unmanage(model: nn.Module, what: str) -> None:
             "there is more; an adapter can be merged in place with model.merge_adapter()"
         )
     # Found before the undo: afterwards params have no handles.
-    optimizers = _optimizers_of(engine)
+    optimizers = owners_of(engine.params.handles)
     # What may fail or take long comes first: after it the model is an ordinary one, or managed as before.
     engine.adoption.read_back()
     with WHOLE:
         model.__dict__.pop("_gemini_changes").undo(model)
-        for optimizer in optimizers.values():
+        for optimizer in optimizers:
             give_optimizer_back(optimizer)
-
-
-def _optimizers_of(engine: Engine) -> dict[int, Stepper]:
-    return {id(o): o for handle in engine.params.handles if (o := optimizer_of(handle.param)) is not None}
 
 
 # ---- the changes -----------------------------------------------------------------------------------------------------

@@ -154,6 +154,11 @@ class Plane(ABC):
         """:meth:`begin_store`, and wait for it."""
         self.begin_store(start, stop, source).wait()
 
+    @property
+    def host_reaches(self) -> bool:
+        """Whether the CPU can work on ranges in place."""
+        return self.host_view(0, 0) is not None
+
     def host_view(self, start: int, stop: int) -> torch.Tensor | None:
         """The range in place, where the CPU can work on it, else None."""
         return None

@@ -317,7 +317,7 @@ class Mover:
         """Whether :meth:`gather` passes through staging."""
         plane, flat = chunk.weights, chunk.flat
         # A cast needs an area to read into, and so does what the disk cannot write to the window itself.
-        return plane.dtype != flat.dtype or not (plane.host_view(0, 0) is not None or self._is_straight(plane, flat))
+        return plane.dtype != flat.dtype or not (plane.host_reaches or self._is_straight(plane, flat))
 
     def computes(self, chunk: Chunk) -> bool:
         """Whether :meth:`gather` is work for the computing device, a cast of masters that it keeps: it belongs to

@@ -462,6 +462,8 @@ class Transfers:
 
     def end_of(self, lane: Lane, of: Any) -> Event:
         """The end of what a lane has in flight for ``of``. Asked by the training thread; anybody may wait for it."""
+        if not self.open[lane]:
+            return DONE
         # Of one without a job its copies alone: who waits does not keep what it holds.
         flights = [transfer for transfer in self.open[lane].values() if transfer.of is of]
         return AllOf([transfer if transfer.copies is DONE else transfer.copies for transfer in flights])

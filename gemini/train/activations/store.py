@@ -30,7 +30,7 @@ from gemini.tiers import Tier
 from gemini.train.activations.flights import Flights, Gone, Offloaded
 from gemini.train.modules import saved_weights, token_tiles
 from gemini.train.modules.calls import Calls
-from gemini.train.modules.reading import compiled_part
+from gemini.train.modules.reading import is_compiled
 
 ACTIVATIONS = "activations"
 
@@ -201,7 +201,7 @@ class ActivationStore:
         block = None if call is None else call.module
         if block is None or not (block.training and getattr(block, "gradient_checkpointing", False)):
             return False
-        return compiled_part(block) is not None
+        return is_compiled(block)
 
     def _store(self, tensor: torch.Tensor) -> Offloaded | None:
         """Store a tensor at a new place; None where there is no room."""

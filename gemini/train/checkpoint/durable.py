@@ -103,7 +103,7 @@ class StoreHome(CheckpointHome):
     def begin(self, ranks: Handshake) -> None:
         self._sequence = ranks.step(lambda: (self.draft.rng, self._store.highest), self._next)
 
-    def _next(self, given: list[tuple[Any, int]]) -> int:
+    def _next(self, given: list[tuple[list[Any], int]]) -> int:
         """Choose the number of the commit, on the first rank."""
         self.draft.take_rng([rng for rng, _ in given])
         # Higher than any rank has seen, so that what a commit that broke off has left is never taken for one of this.

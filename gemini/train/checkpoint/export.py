@@ -90,15 +90,15 @@ def save_pretrained(
     # Of slices and stages one rank each reads. Gone through to the end even after a failure: the other ranks send and
     # serve every param.
     for name, whole in _wholes(engine, dtype or compute, dtype) if ranks.is_cut and ranks.reads_parts else ():
-        if takes and attempt.refusal is None:
+        if takes and not attempt.has_failed:
             with attempt:
                 views[name] = _places(folder, [(whole.shape, whole.dtype)])[0].copy_(whole)
-    if takes and attempt.refusal is None:
+    if takes and not attempt.has_failed:
         with attempt:
             views = views if ranks.is_cut else _views(engine.by_names, folder, dtype)
             kwargs = {**kwargs, "state_dict": _state_of(model, engine.by_names, views)}
     engine.shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
-    if writes and attempt.refusal is None:
+    if writes and not attempt.has_failed:
         with attempt:
             result = original.save_pretrained(folder, *args, **kwargs)
             config = Path(folder, "config.json")
@@ -320,7 +320,7 @@ def weights_for(
     merges = adapters == "merged" and is_a(type(model), "PeftModel")
     if merges and not hasattr(model.base_model, "merge_adapter"):
         raise GeminiError("weights_for(adapters='merged'): prompts are part of no weight. Use adapters='apart'")
-    if merges and (coded := first_coded(model)) is not None:
+    if merges and (coded := first_coded(model)):
         raise GeminiError(
             f"weights_for(adapters='merged') with a base of 4-bit codes ({coded!r}): the sum has no 4-bit weights. Use "
             "adapters='apart'"

@@ -146,7 +146,7 @@ def _save(
     if not ranks.writes_uncut:
         handles = [handle for handle in handles if handle.cut is not None]
     if ranks.parts.rank:
-        draft = draft._replace(rng=None)
+        draft = draft._replace(rng=[])
     sources = sources_of(handles) if ranks.copies.rank == 0 else []
     if store is not None and commits:
         changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
@@ -258,7 +258,7 @@ def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: An
         manifest["rule"] = rule.to_body()
     if rule.exact is not None:
         manifest["exact"] = part.exact
-    return Draft(manifest, tensors, rng_states())
+    return Draft(manifest, tensors, [rng_states()])
 
 
 def _engine(model: nn.Module) -> Engine:

@@ -32,7 +32,7 @@ from gemini.train.modules.codes import scales_in
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.optimizers.states import BEFORE, check_decay, complete_master, loaded_group
 from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamSet, StageParam, handle_of, params_of
+from gemini.train.params.handle import ParamSet, StageParam, handle_of, params_of, plain_params_of
 from gemini.train.params.state_dict import beside_params, load_beside_params, undone_on_error
 
 
@@ -47,12 +47,11 @@ def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
 def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
     """Params of the optimizer that are not managed, with their states, by number."""
     found = {}
-    for number, param in enumerate(params_of(optimizer)):
-        if handle_of(param) is None:
-            state = dict(optimizer.state[param])
-            if BEFORE in state:
-                complete_master(param, state)  # of these weights, which are in the checkpoint too
-            found[f"#{number}"] = {"param": param.detach(), "state": state}
+    for number, param in plain_params_of(optimizer):
+        state = dict(optimizer.state[param])
+        if BEFORE in state:
+            complete_master(param, state)  # of these weights, which are in the checkpoint too
+        found[f"#{number}"] = {"param": param.detach(), "state": state}
     return found
 
 
@@ -123,7 +122,7 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
     stages: there are no names for them.
     """
     handles = params.handles
-    if params.of_stages and any(handle_of(param) is None for param in params_of(optimizer)):
+    if params.of_stages and plain_params_of(optimizer):
         raise TypeError(
             "a checkpoint of a pipeline over ranks holds managed params alone, and this optimizer has others too: give "
             "those to an optimizer of their own"
@@ -257,7 +256,7 @@ class Rest:
 
     def _plain_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The params of the optimizer that are not managed, by number."""
-        return ((f"#{i}", param) for i, param in enumerate(params_of(self._optimizer)) if handle_of(param) is None)
+        return ((f"#{number}", param) for number, param in plain_params_of(self._optimizer))
 
     def _beside_params(self) -> dict[str, Any]:
         return {**self._scales, **beside_params(self._model, self._by_names)}

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from gemini import replacing
 from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes, of_storage, warn
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, Plane
-from gemini.memory.devices.device import Device, Event
+from gemini.memory.devices.device import DONE, Device, Event
 from gemini.memory.devices.pages import in_pages
 from gemini.memory.movement.transfers import Held, Lane, Transfer, Transfers
 from gemini.memory.store import ChunkStore
@@ -145,8 +146,7 @@ def pieces_of(sources: Iterable[PlanePart], most: int) -> list[Piece]:
         for start in range(0, source.numel, most):
             cut = Cut(source, start, min(start + most, source.numel))
             begin, end = (source.first + cut.start) * block, (source.first + cut.stop) * block
-            last = pieces[-1] if pieces else None
-            if last is not None and last.plane is plane and end - last.start <= most * block:
+            if pieces and (last := pieces[-1]).plane is plane and end - last.start <= most * block:
                 last.cuts.append(cut)
                 pieces[-1] = last._replace(stop=end)
             else:
@@ -159,11 +159,11 @@ class Draft(NamedTuple):
 
     manifest: dict[str, Any]
     tensors: list[torch.Tensor]
-    rng: Any  # of this rank; None where one that has another slice of the same params says it
+    rng: list[Any]  # of this rank; empty where one that has another slice of the same params says it
 
-    def take_rng(self, rng: list[Any]) -> None:
+    def take_rng(self, rng: list[list[Any]]) -> None:
         """Note the RNG states of all ranks, on the first one."""
-        self.manifest["rng"] = encode([one for one in rng if one is not None], self.tensors, "rng")
+        self.manifest["rng"] = encode([*chain.from_iterable(rng)], self.tensors, "rng")
 
 
 class CheckpointHome(ABC):
@@ -248,32 +248,35 @@ class FolderHome(CheckpointHome):
         self.place, self.draft = place, draft
         self._sources = {source.key: source for source in sources if source.numel}
         self.pieces = pieces_of(self._sources.values(), piece)
-        # Asked of an empty range, a plane says whether the host can read it where it is.
-        self.in_place = all(source.plane.host_view(0, 0) is not None for source in self._sources.values())
+        self.in_place = all(source.plane.host_reaches for source in self._sources.values())
         self.held, self.pending = set(), {}
-        self._file: TensorFileWriter | None = None
+        self._files: list[TensorFileWriter] = []
+        """The one of this rank, once there is a piece for it."""
         # By source, in the order of its pieces, which therefore must be put in order.
         self._sums: dict[str, list[int]] = {key: [] for key in self._sources}
-        self._made: Path | None = None
+        self._made: list[Path] = []
+        """On the first rank the folder that all write into."""
 
     def begin(self, ranks: Handshake) -> None:
         name = ranks.step(lambda: self.draft.rng, self._make)
         self._work, self._rank = self.place.parent / name, ranks.rank
 
-    def _make(self, rng: list[Any]) -> str:
+    def _make(self, rng: list[list[Any]]) -> str:
         """Make the folder that all write into, beside the final one; on the first rank."""
-        self._made = replacing.begin(self.place)
-        self._made.mkdir()
+        self._made.append(replacing.begin(self.place))
+        self._made[0].mkdir()
         self.draft.take_rng(rng)
-        return self._made.name
+        return self._made[0].name
 
     def put(self, piece: Piece, device: Device, staging: torch.Tensor) -> None:
         # With the first piece: a replica that puts nothing makes no file.
-        file = self._file = self._file or self._open()
+        if not self._files:
+            self._files.append(self._open())
         items, first = piece.read(device, staging), piece.start // piece.plane.block
         for source, start, stop in piece.cuts:
             at = source.first + start - first
-            self._sums[source.key].append(file.write(source.spec.name, start, items[at : at + stop - start]))
+            own = items[at : at + stop - start]
+            self._sums[source.key].append(self._files[0].write(source.spec.name, start, own))
 
     def _open(self) -> TensorFileWriter:
         # A folder that only the first rank sees would make each rank save a part that nobody finds.
@@ -286,39 +289,36 @@ class FolderHome(CheckpointHome):
         return TensorFileWriter(path, [source.spec for source in self._sources.values()])
 
     def flush(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        for file in self._files:
+            file.close()
 
     def commit(self, ranks: Handshake) -> None:
         ranks.step(self._listed, self._finish)
 
     def _listed(self) -> dict[str, Any]:
         """List what the manifest says of the files of this rank."""
-        if self._file is None:
-            return {}
         tensors = {}
         for key, source in self._sources.items():
             entry = tensors[source.spec.name] = {"of": key, "start": source.offset, "sums": self._sums[key]}
             if source.handle.cut is not None:
                 entry["slice"] = source.handle.cut.rank
-        return {self._file.path.name: {"header": self._file.header_checksum, "tensors": tensors}}
+        return {file.path.name: {"header": file.header_checksum, "tensors": tensors} for file in self._files}
 
     def _finish(self, listed: list[dict[str, Any]]) -> None:
         """Write values and manifest, on the first rank when all are done, and let the new one replace the old one."""
-        assert self._made is not None
-        files = self.draft.manifest["files"] = {VALUES: _write_values(self._made / VALUES, self.draft.tensors)}
+        files = self.draft.manifest["files"] = {VALUES: _write_values(self._work / VALUES, self.draft.tensors)}
         for of_rank in listed:
             files.update(of_rank)
         # Last: a folder without a manifest is no checkpoint.
-        write_manifest(self._made, self.draft.manifest)
+        write_manifest(self._work, self.draft.manifest)
         check_target(self.place, self.place)  # again: the writing may have taken long
-        replacing.swap(self._made, self.place)
+        replacing.swap(self._work, self.place)
 
     def end(self) -> None:
-        if self._file is not None:
-            self._file.abandon()
-        if self._made is not None:
-            replacing.end(self._made)
+        for file in self._files:
+            file.abandon()
+        for made in self._made:
+            replacing.end(made)
 
 
 def _write_values(path: Path, tensors: list[torch.Tensor]) -> dict[str, Any]:
@@ -350,9 +350,11 @@ class PendingCheckpoint(WriteObserver):
         self._unsaved: dict[int, Latch] = {}  # of each chunk that may not change yet, what is set when it may
         self._held: set[int] = set()  # chunks that may change only when all is written
         self._pending: dict[int, Event] = {}  # updates that were in flight, by chunk: what is written is what they make
-        self._urgent: int | None = None
+        self._urgent = -1  # the chunk that somebody waits for
         self._abandoned = False
-        self._transfer: Transfer | None = None  # the writing behind the training; None where it is written at once
+        # The writing behind the training; where it is written at once this one, of nothing, which is over.
+        self._transfer = Transfer(Lane.CHECKPOINT)
+        self._transfer.finish()
         self._transfers: Callable[[], Transfers | None] = lambda: None
         """Weak: it has the model's staging, and a handle of the checkpoint may outlive the model."""
         self._was_told = False
@@ -394,7 +396,6 @@ class PendingCheckpoint(WriteObserver):
             store.transfers.submit(transfer)
         except BaseException:
             if transfer.worker is None:  # it was not begun: nobody must wait for its end
-                self._transfer = None
                 self._free_all()
                 if self in observers:
                     observers.remove(self)
@@ -414,8 +415,7 @@ class PendingCheckpoint(WriteObserver):
         returns at once.
         """
         index = chunk.spec.index
-        own = self._pending.get(index)
-        if own is not None and not own.is_complete():  # nobody else changes a chunk before its update is over
+        if not self._pending.get(index, DONE).is_complete():  # nobody else changes a chunk before its update is over
             return
         saved, transfers = self._unsaved.get(index), self._transfers()
         if saved is not None and transfers is not None and not self.done() and not self._is_own_thread:
@@ -427,11 +427,11 @@ class PendingCheckpoint(WriteObserver):
 
     def done(self) -> bool:
         """Whether writing has ended, successfully or not."""
-        return self._transfer is None or self._transfer.is_complete()
+        return self._transfer.is_complete()
 
     @property
     def _is_own_thread(self) -> bool:
-        return self._transfer is not None and self._transfer.worker is not None and self._transfer.worker.is_own_thread
+        return self._transfer.worker is not None and self._transfer.worker.is_own_thread
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the checkpoint is complete. What went wrong is raised once.
@@ -446,7 +446,7 @@ class PendingCheckpoint(WriteObserver):
             GeminiError: without ``timeout``, if nothing moves for minutes.
         """
         self.join(timeout)
-        if self._transfer is not None and not self._was_told:
+        if not self._was_told:
             self._was_told = True
             error = self._transfer.outcome()
             if error is not None:
@@ -456,7 +456,6 @@ class PendingCheckpoint(WriteObserver):
         """:meth:`wait`, however the writing ends."""
         if self.done() or self._is_own_thread:
             return
-        assert self._transfer is not None
         if timeout is None:
             self._transfer.wait_until_over()
         elif not self._transfer.is_done_in(timeout):
@@ -469,7 +468,7 @@ class PendingCheckpoint(WriteObserver):
         self.join()
         observers.remove(self)
         transfers = self._transfers()
-        if transfers is not None and self._transfer is not None:
+        if transfers is not None:
             transfers.end(self._transfer)
         self.wait()
 
@@ -507,7 +506,6 @@ class PendingCheckpoint(WriteObserver):
             if self._abandoned:
                 raise GeminiError(f"the model was deleted while the checkpoint {self._final} was written")
             index = self._urgent if self._urgent in waiting else next(iter(waiting))
-            assert index is not None
             yield waiting[index].popleft()
             # The piece is written: who waits for this or another chunk sees that something moves.
             PROGRESS.note()

@@ -18,7 +18,7 @@ import torch
 
 from gemini.errors import GeminiError
 from gemini.train.gradients.store import GradientStore
-from gemini.train.params.handle import ParamHandle, ParamSet, optimizer_of, stepping_in_backward
+from gemini.train.params.handle import ParamHandle, ParamSet, optimizer_of, owners_of, stepping_in_backward
 from gemini.train.step import StepState, at_end_of_backward
 
 _graph_task = torch._C._current_graph_task_id
@@ -181,9 +181,8 @@ class Scaling:
         """Whether a scaled step is skipped is known only when all gradients are there."""
         if not stepping_in_backward:
             return
-        optimizers = [optimizer_of(handle.param) for handle in self._params.handles]
         # A guess is undone where the step is skipped.
-        if any(o is not None and o.step_in_backward and not o.speculate for o in optimizers):
+        if any(o.step_in_backward and not o.speculate for o in owners_of(self._params.handles)):
             raise GeminiError(
                 "GradScaler with HybridAdam(step_in_backward=True): whether a step is skipped is known only when all "
                 "gradients are there. Leave step_in_backward out, or the scaler (only fp16 needs one)"

@@ -329,7 +329,7 @@ class GradientStore:
             planes = _grad_planes(chunk)
             # Areas in which tiles of planes are made that the host does not work on in place, and those that are left:
             # one tile is worked on, so one less than these are on their way.
-            outbound = {number for number, plane in enumerate(planes, 1) if plane.host_view(0, 0) is None}
+            outbound = {number for number, plane in enumerate(planes, 1) if not plane.host_reaches}
             areas = [area for area in range(staging.num_scratch) if area not in outbound]
             chunk.prepared[GRADS] = planes, outbound, areas
         planes, outbound, areas = chunk.prepared[GRADS]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gemini.config import GeminiConfig
+from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError, StorageError
 from gemini.patches import replaced
 from gemini.train.loading.skeleton import Skeleton, attention_keyword, class_of, generators_kept, need_transformers
@@ -80,7 +80,7 @@ def from_pretrained(
             ``adapt`` makes a model that cannot be managed.
     """
     need_transformers("gemini.from_pretrained")
-    config = (GeminiConfig() if config is None else config).resolved()
+    config = config_of(config).resolved()
     kwargs |= attention_keyword(attn_implementation)
     skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, **kwargs)
     model = skeleton.manage(config, process_group=process_group, mesh=mesh)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.config import GeminiConfig
+from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError
 from gemini.patches import replaced
 from gemini.ranks.group import Ranks
@@ -295,7 +295,7 @@ def from_config(
             "gemini.from_pretrained(path) loads a model with its weights"
         )
     need_transformers("gemini.from_config")
-    config = (GeminiConfig() if config is None else config).resolved()
+    config = config_of(config).resolved()
     kwargs |= attention_keyword(attn_implementation)
     skeleton = skeleton_from_config(hf_config, model_class=model_class, **kwargs)
     return skeleton.manage(config, process_group=process_group, mesh=mesh)

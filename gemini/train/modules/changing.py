@@ -186,8 +186,7 @@ class CompiledParts:
             # A look into a dict for each module in each forward: anything more would be felt by a model of many.
             if "_compiled_call_impl" in place or "forward" in place:
                 module = ref()
-                part = None if module is None else compiled_part(module)
-                if part is not None:
+                if module is not None and (part := compiled_part(module)) is not None:
                     found.append(part)
         return found
 

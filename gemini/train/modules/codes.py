@@ -66,9 +66,9 @@ def check_coded(name: str, param: Any) -> None:
         )
 
 
-def first_coded(model: nn.Module) -> str | None:
-    """Find the name of a param of 4-bit codes, where there is one."""
-    return next((name for name, param in model.named_parameters() if is_coded(param)), None)
+def first_coded(model: nn.Module) -> str:
+    """Find the name of a param of 4-bit codes; an empty one where there is none."""
+    return next((name for name, param in model.named_parameters() if is_coded(param)), "")
 
 
 def scales_in(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

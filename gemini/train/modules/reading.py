@@ -91,7 +91,7 @@ class Structure:
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self.modules.append((path, module))
-            if compiled_part(module) is not None:
+            if is_compiled(module):
                 self.compiled.add(id(module))
         own = own_params(module)
         for name, param in own.items():
@@ -127,6 +127,11 @@ def structure_of(model: nn.Module | Structure) -> Structure:
     return model if isinstance(model, Structure) else Structure(model)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a compiled function runs when ``module`` is called."""
+    return compiled_part(module) is not None
+
+
 def compiled_part(module: nn.Module) -> Any:
     """Find the compiled function that runs when ``module`` is called; None for one that runs as Python."""
     own = module.__dict__
@@ -159,7 +164,7 @@ def is_tuner_layer(module: nn.Module) -> bool:
 def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """Find the params that ``module`` reads itself, when it is called."""
     of_peft = is_tuner_layer(module) or is_a(type(module), "CPTEmbedding")
-    is_whole = compiled_part(module) is not None or READ_AS_A_WHOLE in module.__dict__
+    is_whole = is_compiled(module) or READ_AS_A_WHOLE in module.__dict__
     if of_peft or is_whole or isinstance(module, _FUSED):
         yield from module.parameters()
         return

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError, warn
+from gemini.patches import replaced
 from gemini.train.observers import iter_tensors
 from gemini.train.params.guard import METADATA
 
@@ -352,11 +353,8 @@ class Head:
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits themselves."""
         # The layer gives real logits inside: called by a tile, now and again in backward.
-        before, self._promises = self._promises, False
-        try:
+        with replaced(self, "_promises", False):
             return self._call(hidden)
-        finally:
-            self._promises = before
 
     def _call(self, hidden: torch.Tensor) -> torch.Tensor:
         """Call the layer as a module, so that our hooks gather what it reads. Those of others have run: on what it was

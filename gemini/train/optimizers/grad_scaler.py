@@ -24,7 +24,7 @@ from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaling import Scale, ScaleLoss, Scaling, scaler_steps
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.by_name import owner_of
-from gemini.train.params.handle import handle_of, handles_of, params_of
+from gemini.train.params.handle import handles_of, params_of, plain_params_of
 from gemini.train.sharding.shards import Company
 
 
@@ -75,8 +75,7 @@ class GradScaler(torch.amp.GradScaler):
             if not scaled.requires_grad:
                 return scaled
             if self._current is None:
-                assert self._scale is not None
-                self._current = Scale(self._scale)
+                self._current = Scale(self._scale)  # type: ignore[arg-type]  # there since `scale` of torch
             return ScaleLoss.apply(scaled, self._current)
         if isinstance(scaled, (list, tuple)):
             return type(scaled)(self._tell(one) for one in scaled)
@@ -107,7 +106,7 @@ class GradScaler(torch.amp.GradScaler):
         stepping.settle()
         ready = [handle for handle in handles if handle.has_grad]
         is_bad = stepping.find_nonfinite(ready) if ready else False
-        plain = [param for param in params_of(optimizer) if handle_of(param) is None]
+        plain = [param for _, param in plain_params_of(optimizer)]
         # torch walks over groups: it is shown the plain params alone.
         view: Any = SimpleNamespace(param_groups=[{"params": plain}])
         found = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)

@@ -264,12 +264,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             KeyError: if the optimizer has no managed param of that name.
             GeminiError: if another optimizer has taken the param over.
         """
-        owner = self._owner()
-        handle = None if owner is None else owner.by_names[name]
-        if handle is None or not any(handle.param is param for param in params_of(self)):
+        self._owner()  # which refuses params of two models
+        found = [handle for handle in self._handles() if name in handle.names]
+        if not found:
             raise KeyError(f"this {type(self).__name__} owns no managed param called {name!r}")
-        states_of.check_owned(self, [handle])
-        return states_of.read_state(handle)
+        states_of.check_owned(self, found)
+        return states_of.read_state(found[0])
 
     def owner(self) -> Owner | None:
         """Find what manages the managed params, if any. Raises GeminiError if another optimizer has taken some over."""

@@ -31,7 +31,15 @@ from gemini.ranks.agree import Facts, Point, checksum_text, plain
 from gemini.rules import UpdateRule, is_decoupled, number_of, rule_of
 from gemini.train.params.by_name import Owner, owner_of
 from gemini.train.params.guard import ReadLater
-from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, params_of
+from gemini.train.params.handle import (
+    ParamHandle,
+    give_to,
+    handle_of,
+    handles_of,
+    optimizer_of,
+    params_of,
+    plain_params_of,
+)
 
 if TYPE_CHECKING:
     from gemini.train.optimizers.optimizer import HybridOptimizer
@@ -71,13 +79,12 @@ class States(defaultdict):  # type: ignore[type-arg]
 
     def __bool__(self) -> bool:
         optimizer, asking = self._optimizer(), sys._getframe(1)
-        managed = [] if optimizer is None else managed_of(optimizer)
-        if self.listed or len(self) > 0 or any(handle.num_steps for handle in managed):
+        if self.listed or len(self) > 0 or any(handle.num_steps for handle in managed_of(optimizer)):
             return True
         if optimizer is not None and asking.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             self.listed = True
-            for param in params_of(optimizer):
-                if handle_of(param) is None and param.requires_grad:
+            for _, param in plain_params_of(optimizer):
+                if param.requires_grad:
                     self[param] = first_state(optimizer.rule.spec, param)
                     complete_master(param, self[param])
         return self.listed
@@ -135,9 +142,7 @@ class States(defaultdict):  # type: ignore[type-arg]
         # Plain ones go with the dict; managed ones start anew in their planes.
         super().clear()
         self.listed = False
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            start_anew(managed_of(optimizer))
+        start_anew(managed_of(self._optimizer()))
 
 
 def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
@@ -151,8 +156,8 @@ def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
     return States(optimizer, states)
 
 
-def managed_of(optimizer: HybridOptimizer) -> list[ParamHandle]:
-    """The managed params that belong to an optimizer (none while it is being made)."""
+def managed_of(optimizer: HybridOptimizer | None) -> list[ParamHandle]:
+    """The managed params that belong to an optimizer (none while it is being made, and when it is gone)."""
     params = params_of(optimizer) if hasattr(optimizer, "param_groups") else []
     return [handle for handle in handles_of(params) if optimizer_of(handle.param) is optimizer]
 
@@ -251,11 +256,11 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
     if not used:
         return
     state = owner_of(used[0]).state
-    if state.corrupted_by is None:  # else a checkpoint is going to overwrite all of it, and nothing less helps
+    if not state.is_corrupted:  # else a checkpoint is going to overwrite all of it, and nothing less helps
         owner_of(used[0]).stepping.updates.drain()
     with WHOLE:
         for handle in used:
-            if state.corrupted_by is None:
+            if not state.is_corrupted:
                 write_state(handle, {})
             # Also where nothing was written: a corrupted model gets its states from the checkpoint.
             handle.num_steps = 0
@@ -300,18 +305,16 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
     by_names, rule, compact = owner_of(handle).by_names, owner_of(handle).stepping.rule, _compact_rule(handle)
     state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
     for kind in _shown(handle):
-        value = by_names.read_plane(handle, kind) if name in (None, kind) else None
-        if value is None:
+        if name not in (None, kind):
             continue
+        value = by_names.read_plane(handle, kind)
         if compact is None:
             value = shown(rule, kind, value)
         elif kind == RESIDUAL:
             # The upper 8 of the residual's 16 bits are what is kept: the rest reads as 0.
             value = value.short() << 8
         else:
-            scales = by_names.read_plane(handle, scale_of(kind))
-            assert scales is not None
-            value = compact.decoded(value, scales)
+            value = compact.decoded(value, by_names.read_plane(handle, scale_of(kind)))
         state[kind] = value
     if name in (None, MASTER) and by_names.rounds(handle):
         state[MASTER] = by_names.read(handle, torch.float32)
@@ -341,28 +344,28 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
     """Overwrite the states of one managed param; without any it has had no update. Compact ones are rounded."""
     owner_of(handle).state.check_masters("the state of an optimizer is written")
     by_names, rule = owner_of(handle).by_names, _compact_rule(handle)
+    state = {kind: value for kind, value in state.items() if value is not None}
     if rule is not None:
         # What the rule does not keep in codes (step, residual) passes as it is.
         coded = {kind: value for kind, value in state.items() if kind not in rule.face.spec.kinds}
         for kind in (spec.kind for spec in rule.face.spec.planes):
-            coded |= rule.encoded(kind, state[kind]) if state.get(kind) is not None else {}
-        if state.get(RESIDUAL) is not None:
+            coded |= rule.encoded(kind, state[kind]) if kind in state else {}
+        if RESIDUAL in state:
             coded[RESIDUAL] = upper_byte(state[RESIDUAL].to("cpu"))
         state = coded
     if handle.chunk.trained:  # else it is frozen, and nothing was kept
         handle.num_steps, handle.restored, handle.waiting = int(state.get("step", 0)), -1, None
-    if state.get(MASTER) is not None and by_names.rounds(handle):
+    if MASTER in state and by_names.rounds(handle):
         by_names.complete(handle, state[MASTER], None)
     for kind in handle.chunk.states:
-        value, plane = state.get(kind), handle.chunk.planes[kind]
+        plane = handle.chunk.planes[kind]
         shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
-        if kind == RESIDUAL and value is not None:
-            of = state.get(RESIDUAL_OF)
-            by_names.complete(handle, value, None if of is None else int(of))
-        elif value is not None:
+        if kind == RESIDUAL and kind in state:
+            by_names.complete(handle, state[kind], int(state[RESIDUAL_OF]) if RESIDUAL_OF in state else None)
+        elif kind in state:
             # One number for the whole param, as `shown` has it: every block gets it.
-            is_number = plane.block != 1 and value.dim() == 0
-            by_names.write_plane(handle, kind, value.expand(shape) if is_number else value)
+            is_number = plane.block != 1 and state[kind].dim() == 0
+            by_names.write_plane(handle, kind, state[kind].expand(shape) if is_number else state[kind])
         # Starting anew: zeros. The residual stays, since it is half of the master, which is the model's.
         elif not state and kind != RESIDUAL:
             by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(shape))
@@ -415,12 +418,12 @@ def complete_master(param: torch.Tensor, state: dict[str, Any]) -> None:
     """Make what a plain param's master has beyond its weights as they are now: what was loaded with an optimizer's
     state may be of other weights, and fp16 weights may have been written to since.
     """
-    before = state.pop(BEFORE, None)
-    if before is not None and not is_of(param, state):
+    if BEFORE in state and not is_of(param, state):
         for name in (RESIDUAL, MASTER):
             state.pop(name, None)
-        state.update(before)
+        state.update(state[BEFORE])
         _warn_of_other_weights(f"a plain param of shape {tuple(param.shape)}")
+    state.pop(BEFORE, None)
     state.pop(RESIDUAL_OF, None)
     if param.dtype is torch.bfloat16 and RESIDUAL not in state:
         state[RESIDUAL] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.contiguous_format)

@@ -277,12 +277,8 @@ class ByName:
             self._deferred = before
 
     @alone
-    def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
-        """Read a param in a plane, in its shape (flat, where a plane has one item for many elements); None if its chunk
-        has no such plane.
-        """
-        if kind not in handle.chunk.planes:
-            return None
+    def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+        """Read a param in a plane of its chunk, in its shape (flat, where a plane has one item for many elements)."""
         whole = self._whole(handle, kind)
         return whole.view(handle.own_shape) if handle.chunk.planes[kind].block == 1 else whole
 

@@ -222,6 +222,11 @@ def params_of(optimizer: Any) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def plain_params_of(optimizer: Any) -> list[tuple[int, nn.Parameter]]:
+    """The params of a torch optimizer that are not managed, with their numbers."""
+    return [(number, param) for number, param in enumerate(params_of(optimizer)) if handle_of(param) is None]
+
+
 def is_in_stages(param: nn.Parameter) -> bool:
     """Whether several stages of a pipeline read a param. Its chunk holds nothing else then, so that ranks that have
     the same part of their stages' chunks have the same part of the param.
@@ -371,6 +376,12 @@ def optimizer_of(param: Any) -> Stepper | None:
     """The HybridAdam that was given ``param``, if it still lives."""
     handle = handle_of(param)
     return (handle.optimizer if handle else owners.get(param, _nobody))()
+
+
+def owners_of(handles: Iterable[ParamHandle]) -> list[Stepper]:
+    """The optimizers of params, each once, in the order of the params."""
+    found = filter(None, (handle.optimizer() for handle in handles))
+    return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
 def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:

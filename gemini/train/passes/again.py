@@ -77,14 +77,14 @@ class Beginning:
         self._versions = [*map(_version, self._given)]
         self._kept = [*map(marks_of, self._modules)]
 
-    def change(self, batch: Any, backward_number: int) -> str | None:
-        """Say what is not as it was, or may not be; None if the forward can begin again."""
+    def change(self, batch: Any, backward_number: int) -> str:
+        """Say what is not as it was, or may not be; nothing if the forward can begin again."""
         now = tree_leaves(batch)
         if [*map(id, now)] != [*map(id, self._given)] or [*map(_version, now)] != self._versions:
             return "it has written to what it was called with"
-        strange = next((leaf for leaf in now if not isinstance(leaf, (torch.Tensor, *_PLAIN))), None)
-        if strange is not None:
-            return f"it was called with a {type(strange).__name__}, which it may have changed"
+        for leaf in now:
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                return f"it was called with a {type(leaf).__name__}, which it may have changed"
         if backward_number != self._backward_number:
             return "a backward has run in it"
         ours = own_hooks(self._modules[0])
@@ -100,7 +100,7 @@ class Beginning:
                 return f"a {name} has random numbers of its own"
             if not ours.issuperset((*module._forward_hooks, *module._forward_pre_hooks)):
                 return f"the program has hooked a {name}"
-        return None
+        return ""
 
 
 def _version(value: Any) -> int:
@@ -153,8 +153,8 @@ class Again:
 
     def if_unchanged(self, beginning: Beginning | None, batch: Any, error: torch.OutOfMemoryError) -> Beginning | None:
         """Return the beginning of a forward that has failed, if it can begin again; else ``error`` says why not."""
-        change = None if beginning is None else beginning.change(batch, self._state.backward_number)
-        if change is None:
+        change = "" if beginning is None else beginning.change(batch, self._state.backward_number)
+        if not change:
             return beginning
         _tell(error, f"Gemini has not run the forward again: {change}. {_ADVICE}")
         return None
@@ -181,7 +181,7 @@ class Again:
             try:
                 return call()
             except torch.OutOfMemoryError as e:
-                if (why := self._recovery.why_not_again()) is not None:
+                if why := self._recovery.why_not_again():
                     self._give_up(e, why)
                     raise
                 said = str(e)

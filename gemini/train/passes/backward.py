@@ -271,13 +271,13 @@ class BackwardPass:
             if handle.leftover is not Leftover.ZEROS:
                 return None
             return torch.zeros(handle.param.shape, dtype=handle.chunk.planes[GRAD].dtype, device="cpu")
+        if GRAD not in handle.chunk.planes:
+            return None
         grad = self._by_names.read_plane(handle, GRAD)
-        if grad is not None and handle.clip_folded != 1.0:
+        if handle.clip_folded != 1.0:
             # What a step before has folded in is part of the gradient; clipping of this step is the update's.
             grad = grad.float().mul_(handle.clip_folded)
-        if grad is None or not self.scaling.is_scaled:
-            return grad
-        return grad.float().mul_(self.scaling.unscale)
+        return grad.float().mul_(self.scaling.unscale) if self.scaling.is_scaled else grad
 
     def discard(self, handles: Iterable[ParamHandle] | None = None, *, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget gradients (all, or some), and the clipping that was computed from them: ``zero_grad()``. ``leftover``:
@@ -306,9 +306,8 @@ class BackwardPass:
         if self._state.has_clipped and not any(handle.has_grad for handle in self._params.handles):
             self._state.clip_coefficient, self._state.clip_there = 1.0, None  # unread, if it is on the device still
             self._state.has_clipped = False
-        coefficient = self._state.take_clipping()
-        if coefficient is not None:
-            self.gradients.fold_clipping(coefficient)
+        if self._state.has_clipped:
+            self.gradients.fold_clipping(self._state.take_clipping())
 
     def abandon(self) -> None:
         """End a backward that an exception broke off, whose gradients are of no use."""
@@ -346,16 +345,16 @@ class Recovery:
         if (state.num_open or state.occupancy.is_part) and torch._C._current_graph_task_id() == -1:
             state.occupancy.if_alone(self._forget)
 
-    def why_not_again(self) -> str | None:
-        """Say why a backward that broke off cannot be made again with its forward; None if it can."""
+    def why_not_again(self) -> str:
+        """Say why a backward that broke off cannot be made again with its forward; nothing if it can."""
         backward = self._backward
         if not (self._state.in_backward and self._state.takes_gradients):
-            return None
+            return ""
         if self._state.updated_in_backward:
             return "params were updated in it"
         # The sum may have been changed already, and not counted.
         is_cut = backward.adds and backward.num_landed < len(backward.arrived)
-        return "a gradient was being added to the sum of those before" if is_cut else None
+        return "a gradient was being added to the sum of those before" if is_cut else ""
 
     def break_off(self, *, again: bool) -> str:
         """End what broke off, such that no gradient of its backward counts, or each once if it is made ``again``: what

@@ -174,13 +174,13 @@ class PlannedForesight(Foresight):
 
 def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:
     # torch makes no view of a storage that has been resized to nothing: give it memory for the moment.
-    borrowed = chunk.window if isinstance(chunk.window, StorageWindow) else None
-    if borrowed is not None:
-        borrowed.populate()
+    borrowed = [chunk.window] if isinstance(chunk.window, StorageWindow) else []
+    for window in borrowed:
+        window.populate()
     for handle in handles:
         handle.view = chunk.face.narrow(0, handle.slot.start, handle.slot.numel).view(handle.param.shape)
-    if borrowed is not None:
-        borrowed.depopulate()
+    for window in borrowed:
+        window.depopulate()
 
 
 def _make_ledger(config: GeminiConfig, problem: Problem, placement: Placement) -> Ledger:

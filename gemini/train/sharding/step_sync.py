@@ -22,7 +22,7 @@ from gemini.planning.planes import GRAD, GRAD_ERROR
 from gemini.ranks.agree import Facts, Point, agree, plain, tell
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.gradients.scaling import Scaling
-from gemini.train.params.handle import ParamHandle, Stepper, handles_of, optimizer_of
+from gemini.train.params.handle import ParamHandle, Stepper, handles_of, owners_of
 from gemini.train.sharding.shards import Shards
 from gemini.train.step import StepState
 from gemini.train.update.sinks import GradientSink
@@ -208,8 +208,7 @@ class StepSync(GradientSink):
     def facts_of_updates(self) -> Facts:
         """Collect all that updates inside backward depend on."""
         # The optimizers of the params, in the order of the model.
-        owners = {id(o): o for handle in self.params.handles if (o := optimizer_of(handle.param)) is not None}
-        return self._facts_of_step(owners.values())
+        return self._facts_of_step(owners_of(self.params.handles))
 
     def _facts_of_step(self, optimizers: Iterable[Stepper]) -> Facts:
         before = {

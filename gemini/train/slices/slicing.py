@@ -35,7 +35,7 @@ from gemini.train.params.handle import SET_DATA, ParamHandle, TensorSlice
 from gemini.train.slices.styles import STYLES, ImaginedSlices, Slices, cutting_of, parts_of, sliced_forward
 
 
-def first_differing(model: nn.Module, mesh: DeviceMesh, dim: str) -> str | None:
+def first_differing(model: nn.Module, mesh: DeviceMesh, dim: str) -> str:
     """The first param that is not the same on all ranks along ``dim``."""
     said = [(name, tuple(param.shape), checksum_of(param.data)) for name, param in model.named_parameters()]
     everyone: list[Any] = [None] * size_of(mesh, dim)
@@ -44,21 +44,21 @@ def first_differing(model: nn.Module, mesh: DeviceMesh, dim: str) -> str | None:
     for of_param in zip(*everyone, strict=False):
         if any(other != of_param[0] for other in of_param):
             return str(of_param[0][0])
-    return None if len({len(said) for said in everyone}) == 1 else "the number of params"
+    return "" if len({len(said) for said in everyone}) == 1 else "the number of params"
 
 
 def refuse_differing(model: nn.Module, mesh: DeviceMesh, dim: str, doing: str) -> None:
     """See that the model is the same on all ranks along ``dim``. Raises RankMismatch, on every rank, if it is not."""
-    if (differing := first_differing(model, mesh, dim)) is not None:
+    if differing := first_differing(model, mesh, dim):
         raise RankMismatch(
             f"{doing}: {differing!r} is not the same on all ranks of {dim}, which must have the same whole model: load "
             "the same weights, or draw them from the same seed"
         )
 
 
-def style_of(plan: Mapping[str, str], name: str) -> str | None:
-    """The style of a module or param: a plan of transformers writes * for every number."""
-    return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+def style_of(plan: Mapping[str, str], name: str) -> str:
+    """The style of a module or param, empty where it has none: a plan of transformers writes * for every number."""
+    return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
 
 
 class SlicePlan:
@@ -108,8 +108,8 @@ PLANS = {
 """By ``config.model_type``."""
 
 
-def _own_plan(model: nn.Module) -> SlicePlan | None:
-    return PLANS.get(getattr(getattr(model, "config", None), "model_type", ""))
+def _own_plan(model: nn.Module) -> SlicePlan:
+    return PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), SlicePlan("", "", {}, {}))
 
 
 def of_end(name: str, by_end: Mapping[str, object]) -> str | None:
@@ -124,7 +124,7 @@ _NOTHING = object()
 
 
 class WholeParams:
-    """The params of a model that become slices, and what they and their modules were before."""
+    """The params of a model that become slices, here none, and what they and their modules were before."""
 
     comes_back = False
     """Whether the model is whole again when it is released."""
@@ -147,12 +147,11 @@ class WholeParams:
 
     def by_param(self, model: nn.Module) -> dict[int, TensorSlice]:
         """The slices by the ids of the params of ``model``, which may have let go of some."""
-        named = dict(model.named_parameters(remove_duplicate=False))
+        named = dict(model.named_parameters(remove_duplicate=False)) if self.params else {}
         return {id(named[name]): cut for name, cut in self.params.items() if name in named}
 
     def put_on(self, model: nn.Module, ranks: Ranks | None = None) -> None:
         """Until :meth:`take_away`, modules of ``model`` (this one or one built alike) compute with what is here."""
-        raise NotImplementedError
 
     def give_back(self) -> None:
         """Make the params whole again."""
@@ -189,12 +188,12 @@ class SlicedModel(WholeParams):
     def __init__(self, slices: Slices, styles: Mapping[str, str], counts: Mapping[str, tuple[str, ...]]):
         super().__init__()
         self.slices, self._styles, self._counts = slices, styles, counts
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def take_away(self) -> None:
         """Let modules compute with whole params again, unless :meth:`keep` has let go of what they were."""
-        if self._before and self._hook is not None:
-            self._hook.remove()
+        while self._before and self._hooks:
+            self._hooks.pop().remove()
         super().take_away()
 
     def keep(self) -> None:
@@ -222,7 +221,7 @@ class SlicedModel(WholeParams):
                 self._put(module, "_gemini_rope_dim", config.get_text_config().qk_rope_head_dim)
             self._put(module, "forward", MethodType(sliced_forward, module))
         # Always, also after an error: what one forward has shared must not be taken for that of the next.
-        self._hook = model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True)
+        self._hooks.append(model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True))
         self._put(model, "_gemini_sliced", self)
 
 
@@ -277,22 +276,23 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
             f"tensor parallel does not slice adapters ({adapted[0]!r}), as it would have to with their layers. Use dp "
             "in place of tp"
         )
-    if (coded := first_coded(model)) is not None:
+    if coded := first_coded(model):
         raise ValueError(
             f"tensor parallel does not slice 4-bit weights ({coded!r}), which share scales in blocks. Use dp in place "
             "of tp: it divides 4-bit weights among ranks"
         )
-    styles = expanded(model, plan_of(model) if plan is None else plan)
+    counted: Mapping[str, tuple[str, ...]] = {}
+    if plan is None:
+        plan, counted = plan_of(model), _own_plan(model).counts
+    styles = expanded(model, plan)
     cuts = cuts_of(model, styles, slices.rank, slices.size)
     if not cuts:
         raise ValueError(
             f"tensor parallel over {slices.size} ranks: the plan cuts no param of this {type(model).__name__}. Its "
-            f"names are for example {', '.join(list(plan or plan_of(model))[:3])}"
+            f"names are for example {', '.join(list(plan)[:3])}"
         )
     # Before anything is changed, so that nothing need be undone.
     _check_heads(model, styles, slices.size)
-    own = None if plan is not None else _own_plan(model)
-    counted = own.counts if own is not None else {}
     counts = {name: counted[end] for name, _ in model.named_modules() if (end := of_end(name, counted))}
     sliced = SlicedModel(slices, styles, counts)
     sliced.cut(model, cuts)
@@ -303,7 +303,7 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
     """Cut a model that is to be managed over ``mesh``: None if it has been cut by hand, or need not be cut.
     ``is_filled``: it has its values; else it is whole, and the same on every rank. Raises as :func:`slice_tensors`.
     """
-    size = 1 if mesh is None else size_of(mesh, "tp")
+    size = size_of(mesh, "tp")
     found = sliced_in(model)
     if found is not None:
         if found.slices.size != size:
@@ -312,9 +312,9 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
                 "give GeminiDDP the mesh that the model was sliced for"
             )
         return None
-    if size == 1 or not (_own_plan(model) or getattr(model, "tp_plan", None)):
+    if size == 1 or not (_own_plan(model).styles or getattr(model, "tp_plan", None)):
         return None
-    if is_filled and (differing := first_differing(model, mesh, "tp")) is not None:
+    if is_filled and (differing := first_differing(model, mesh, "tp")):
         warn(
             f"{type(model).__name__} has other weights on each rank of tp ({differing!r} is the first), so it is "
             "treated as sliced by hand already. If it is meant to be a whole model, give all ranks the same weights: "
@@ -340,9 +340,9 @@ def sliced_in(model: nn.Module) -> SlicedModel | None:
 
 def plan_of(model: nn.Module) -> dict[str, str]:
     """The plan that transformers has for a model. Raises ValueError if it has none."""
+    if own := _own_plan(model).styles:
+        return {name: own[end] for name, _ in model.named_modules() if (end := of_end(name, own))}
     found = getattr(model, "tp_plan", None)
-    if (own := _own_plan(model)) is not None:
-        return {name: own.styles[end] for name, _ in model.named_modules() if (end := of_end(name, own.styles))}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no plan for tensor parallel (tp_plan): give one, names of modules to styles "
@@ -361,9 +361,9 @@ def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         style = style_of(plan, module_name)
         for name in own_params(module):
             full = f"{module_name}.{name}" if module_name else name
-            if (own := style_of(plan, full) or style) is not None:
+            if own := style_of(plan, full) or style:
                 found[full] = own
-        if style is not None:
+        if style:
             found[module_name] = style
     return _with_tied(model, found)
 
@@ -391,8 +391,8 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
     for module_name, module in model.named_modules():
         for name, param in own_params(module).items():
             full = f"{module_name}.{name}" if module_name else name
-            how = cutting_of(styles[full], module, name, param) if full in styles else None
-            cut = None if how is None else TensorSlice(tuple(param.shape), *how, rank, size)
+            how = cutting_of(styles[full], module, name, param) if full in styles else ()
+            cut = TensorSlice(tuple(param.shape), *how, rank, size) if how else None
             # A tied param is cut once, whatever its names are called in the plan.
             first = by_param.setdefault(id(param), (full, cut))
             if first[1] != cut:

@@ -133,21 +133,21 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def cutting_of(style: str, module: nn.Module, name: str, param: torch.Tensor) -> tuple[int, int] | None:
+def cutting_of(style: str, module: nn.Module, name: str, param: torch.Tensor) -> tuple[()] | tuple[int, int]:
     """Along which dim ``style`` cuts the param ``name`` of ``module``, and how many matrices lie side by side there,
-    each of which is cut; None if every rank has all of it.
+    each of which is cut; empty if every rank has all of it.
     """
     kind, groups = parts_of(style)
     outputs, inputs = (param.ndim - 1, param.ndim - 2) if is_transposed(module) else (param.ndim - 2, param.ndim - 1)
     if kind in ("colwise", "colwise_gather_output", "packed_colwise"):
         return outputs if param.ndim > 1 else 0, groups
     if kind in ("rowwise", "rowwise_split_input", "packed_rowwise"):
-        return None if name == "bias" or param.ndim == 1 else (inputs, groups)
+        return () if name == "bias" or param.ndim == 1 else (inputs, groups)
     if kind == "embedding_rowwise":
         return 0, 1
     if kind in ("embedding_colwise", "columns"):
         return 1, 1
-    return None
+    return ()
 
 
 def parts_of(style: str) -> tuple[str, int]:

@@ -92,7 +92,7 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
             path = Path.STREAMED
         elif on_gpu and tiers == {Tier.GPU}:
             path = Path.ON_DEVICE
-        elif not from_device and all(plane.host_view(0, 0) is not None for plane in chunk.planes.values()):
+        elif not from_device and all(plane.host_reaches for plane in chunk.planes.values()):
             path = Path.IN_PLACE
         else:
             path = Path.STAGED
