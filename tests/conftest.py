@@ -40,7 +40,7 @@ test_launchers test_patches
 test_faults test_cuda_bodies test_native_process test_quantized_base test_hf_saving test_behaviour test_checkpoint
 test_durable test_streamed test_plan_runs test_spill_file test_peft_training test_progress test_update_rules
 test_activation_overlap test_races test_wrong_uses test_access test_model_zoo test_moves test_mesh test_loading
-test_docs_pages test_export test_model_kinds test_optimizer test_device_kernels test_pictures
+test_docs_pages test_export test_max_norm test_optimizer test_device_kernels test_pictures
 test_door
 """.split()
 """Files by the seconds they take, quick or slow, the longest first (ranks before all, being one); the others follow."""

@@ -5,9 +5,11 @@ budget can be, so that every step evicts and fetches.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test may look for a hub
 
@@ -149,6 +151,12 @@ def wrap(model: nn.Module, where: str, path: Path, **how: Any) -> Any:
     return gemini.GeminiDDP(model, make_config(model, where, path, **how))
 
 
+def trainable(model: nn.Module, where: str, path: Path, **how: Any) -> tuple[Any, gemini.HybridAdam]:
+    """A managed model and its optimizer."""
+    model = wrap(model, where, path, **how)
+    return model, adam(model)
+
+
 def manage(
     model: nn.Module, path: Path, device: Any = "cpu", *, gpu: Any = None, cpu: Any = "64MiB", nvme: Any = "64MiB",
     homes: dict[str, float] | None = None, **how: Any,
@@ -158,6 +166,26 @@ def manage(
     if homes is not None:
         how["placement"] = gemini.StaticPlacement(**homes)
     return gemini.GeminiDDP(model, gemini.GeminiConfig(memory=memory, device=device, **how))
+
+
+# ---- what fails ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def failing(owner: Any, name: str, number: int, error: BaseException, *, once: bool = False) -> Iterator[list[int]]:
+    """The ``number``-th call of a function (from 1) raises, and so does every later one, unless ``once``; the list
+    grows with calls.
+    """
+    real, calls = getattr(owner, name), list[int]()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls) + 1)
+        if calls[-1] == number or (calls[-1] > number and not once):
+            raise error
+        return real(*args, **kwargs)
+
+    with mock.patch.object(owner, name, call):
+        yield calls
 
 
 # ---- comparing and training ------------------------------------------------------------------------------------------
@@ -227,6 +255,13 @@ def train(
         after(seed)
         losses.append(loss.item())
     return losses
+
+
+def step_on(loss: torch.Tensor, optimizer: Any) -> None:
+    """The end of an ordinary loop's step."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def train_plain(

@@ -202,6 +202,26 @@ class Load(Operation):
         world.load("start")
 
 
+class LoadStates(Operation):
+    def prepare(self, world: World) -> None:
+        super().prepare(world)
+        world.load("older")
+        self.states = world.optimizer.state_dict()
+        world.load("start")
+
+    def run(self, world: World) -> None:
+        world.optimizer.load_state_dict(self.states)
+
+
+class LoadWeights(Operation):
+    def prepare(self, world: World) -> None:
+        super().prepare(world)
+        self.weights = {name: value + 1 for name, value in world.model.state_dict().items()}
+
+    def run(self, world: World) -> None:
+        world.model.load_state_dict(self.weights)
+
+
 class GatheredWrite(Operation):
     def run(self, world: World) -> None:
         with world.model.gathered(write=True):
@@ -212,6 +232,7 @@ class GatheredWrite(Operation):
 OPERATIONS: dict[str, type[Operation]] = {
     "step": Step, "step inside": StepInside, "step offloaded": StepOffloaded, "drain": Drain,
     "forward and backward": ForwardBackward, "save": Save, "save behind": SaveBehind, "load": Load,
+    "load states": LoadStates, "load weights": LoadWeights,
     "gathered write": GatheredWrite,
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Params of a managed model outside of the ordinary loop: read, written, shown, left behind.
 
-A param may be read in another module's forward, by name, under ``no_grad``, in ``gathered()``, in a module that is
-called on its own; it may be written in ``gathered(write=True)``; it may outlive its model. In every placement each of
-these gives the right values or a clear error, never garbage and never a crash.
+A param may be read by name, in ``gathered()``, in a module that is called on its own; it may be written in
+``gathered(write=True)``; it may outlive its model. In every placement each of these gives the right values or a clear
+error, never garbage and never a crash.
 """
 
 import gc
@@ -16,18 +16,14 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import gemini
 from tests.train.helpers import (
-    DTYPES,
     Plain,
     adam,
     assert_same_snapshot,
     assert_same_state,
-    assert_trains_alike,
     batch,
-    compare,
     gpt2,
     llama,
     make_config,
@@ -35,83 +31,14 @@ from tests.train.helpers import (
     on_batch,
     same_bits,
     snapshot,
-    t5,
+    step_on,
     train,
-    train_plain,
+    trainable,
     wrap,
 )
 from tests.world import world_of
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-# ---- read in the forward of another module ---------------------------------------------------------------------------
-
-
-class Readers(nn.Module):
-    """The root reads weights of its children: a tied head by F.linear, one child's weight scaled, a fused attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(96, 32)
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)  # reads out_proj.weight without calling it
-        self.head = nn.Linear(32, 96, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = torch.tanh(block(h)) + h @ block.weight * 0.1
-        h = h + self.attention(h, h, h, need_weights=False)[0]
-        return F.linear(h, self.head.weight)
-
-
-def ids_loss(model: Any, seed: int) -> torch.Tensor:
-    return model(batch(seed)["input_ids"]).float().square().mean()
-
-
-@pytest.mark.parametrize("slack", [0, 2**20])
-def test_weights_read_in_another_modules_forward(slack: int, where: str, tmp_path: Path) -> None:
-    """Also in the smallest budget: what construction accepted must train, whatever a forward reads."""
-    model, _, plain = compare(Readers, where, tmp_path, ids_loss, slack=slack)
-    with torch.no_grad():
-        assert same_bits(model(batch(3)["input_ids"]), plain.model(batch(3)["input_ids"]))
-
-
-# ---- a part called on its own ----------------------------------------------------------------------------------------
-
-
-PARTS: dict[str, tuple[Any, Any]] = {
-    "body": (llama, lambda m: m.model(batch(5)["input_ids"]).last_hidden_state),
-    "block": (gpt2, lambda m: m.transformer.h[1](noise(2, 5, 32))),
-    "leaf": (llama, lambda m: m.lm_head(noise(2, 5, 32))),
-    "encoder": (t5, lambda m: m.get_encoder()(batch(5)["input_ids"]).last_hidden_state),
-}
-
-
-def first(out: Any) -> torch.Tensor:
-    return out[0] if isinstance(out, tuple) else out
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_part_called_directly(part: str, where: str, tmp_path: Path) -> None:
-    make, call = PARTS[part]
-    model, plain = wrap(make(), where, tmp_path), Plain(make())
-    optimizer = adam(model)
-    with torch.no_grad():
-        assert same_bits(first(call(model)), first(call(plain.model)))
-    for _ in range(2):
-        ours, theirs = first(call(model)).float().square().mean(), first(call(plain.model)).float().square().mean()
-        assert ours.item() == theirs.item()
-        ours.backward()
-        plain.backward(theirs)
-        optimizer.step()
-        optimizer.zero_grad()
-        plain.step()
-    assert_same_state(model, plain)
-    assert train(model, optimizer, [0]) == train_plain(plain, [0])
 
 
 @pytest.mark.parametrize("part", ["mlp", "mlp.up_proj"])
@@ -129,33 +56,6 @@ def test_part_of_a_block_called_directly_behaves_alike_everywhere(part: str, whe
 
     plain = Plain(llama())
     assert outcome(wrap(llama(), where, tmp_path)) == outcome(wrap(llama(), "ram", tmp_path)) != "lost"
-
-
-# ---- reads at rest ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_reads_under_no_grad_are_right(precision: str, where: str, tmp_path: Path) -> None:
-    model, plain = wrap(llama(), where, tmp_path, precision=precision), Plain(llama(), precision)
-    p, q = model.get_parameter(Q), plain.model.get_parameter(Q)
-    reads = {
-        "sum": lambda w: w.sum(),
-        "fp32 norm": lambda w: w.float().norm(),
-        "isfinite": lambda w: torch.isfinite(w).all(),
-        "compare": lambda w: w == w,
-        "product": lambda w: noise(3, 32, dtype=DTYPES[precision]) @ w,
-        "clone": lambda w: w.clone(),
-        "cast": lambda w: w.to(torch.float64),
-        "stack": lambda w: torch.stack([w, w]),
-        "item": lambda w: torch.tensor(w.max().item()),
-    }
-    with torch.no_grad():
-        assert torch.equal(p, q) and not torch.equal(p, q + 1)
-        for name, read in reads.items():
-            assert same_bits(read(p), read(q)), name
-    assert model.num_parameters() == plain.model.num_parameters() and model.dtype == DTYPES[precision]
-    assert (p.shape, p.dtype, p.numel(), p.requires_grad, p.is_leaf) == (q.shape, q.dtype, q.numel(), True, True)
-    assert p.grad is None and len({p, p}) == 1 and "q_proj" in repr(model) and Q.split(".")[-1] and repr(p)
 
 
 def test_reads_by_any_name(where: str, tmp_path: Path) -> None:
@@ -187,18 +87,6 @@ def test_reads_are_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -
     assert not model.full_param("weight").is_meta and not model.state_dict()["weight"].is_meta
 
 
-def test_full_grad_is_none_without_a_gradient(where: str, tmp_path: Path) -> None:
-    model = wrap(llama(), where, tmp_path)
-    assert model.full_grad(Q) is None
-    on_batch(model, 0).backward()
-    assert model.full_grad(Q) is not None
-    model.zero_grad()
-    assert model.full_grad(Q) is None
-
-
-# ---- gathered --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_gathered_shows_weights(precision: str, where: str, tmp_path: Path) -> None:
     model, plain = wrap(llama(), where, tmp_path, precision=precision, slack=2**20), Plain(llama(), precision)
@@ -217,8 +105,7 @@ def test_gathered_shows_weights(precision: str, where: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_gathered_write_changes_just_what_was_written(precision: str, where: str, tmp_path: Path) -> None:
-    model = wrap(llama(), where, tmp_path, precision=precision, slack=2**20)
-    optimizer = adam(model)
+    model, optimizer = trainable(llama(), where, tmp_path, precision=precision, slack=2**20)
     train(model, optimizer, range(2))
     expected = model.full_param(Q, torch.float32)
     others = {name: model.full_param(name, torch.float32) for name, _ in model.named_parameters() if name != Q}
@@ -234,16 +121,6 @@ def test_gathered_write_changes_just_what_was_written(precision: str, where: str
         assert same_bits(p.clone(), model.full_param(Q))
     train(model, optimizer, [2])
     world_of(model).check()
-
-
-def test_an_exception_in_gathered_write_undoes_it(where: str, tmp_path: Path) -> None:
-    model, plain = wrap(llama(tied=True), where, tmp_path, slack=2**20), Plain(llama(tied=True))
-    optimizer = adam(model)
-    with pytest.raises(RuntimeError, match="midway"), model.gathered(write=True), torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-        raise RuntimeError("midway")
-    assert_trains_alike(model, optimizer, plain, range(2))
 
 
 def test_forward_inside_gathered(where: str, tmp_path: Path) -> None:
@@ -275,9 +152,6 @@ def test_gathered_refuses_what_it_cannot_show(where: str, tmp_path: Path) -> Non
     world_of(model).check()
 
 
-# ---- the end ---------------------------------------------------------------------------------------------------------
-
-
 def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -287,8 +161,7 @@ def test_deleting_the_model_gives_everything_back(kept: str, where: str, tmp_pat
     wrap(llama(), where, tmp_path)
     gc.collect()
     before = num_open_files()
-    model = wrap(llama(), where, tmp_path)
-    optimizer = adam(model)
+    model, optimizer = trainable(llama(), where, tmp_path)
     train(model, optimizer, [0])
     keep: Any = {
         "nothing": None, "optimizer": optimizer, "param": model.get_parameter(Q), "loss": on_batch(model, 1),
@@ -374,17 +247,12 @@ def test_data_loader_workers_leave_the_spill_file_alone(where: str, tmp_path: Pa
         loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork")
         for item, same in zip(loader, data, strict=True):
             loss = model(**item).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(loss, optimizer)
             theirs = plain.model(**same).loss
             plain.backward(theirs)
             plain.step()
             assert loss.item() == theirs.item(), epoch
     assert_same_state(model, plain)
-
-
-# ---- ``gemini.release``: a managed model becomes an ordinary one, and may be wrapped again otherwise -----------------
 
 
 def test_a_model_that_was_released_can_be_wrapped_with_other_budgets() -> None:

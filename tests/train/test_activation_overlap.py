@@ -22,7 +22,7 @@ from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
 from gemini.train.activations import flights as activation_flights
 from gemini.train.activations.flights import IN_FLIGHT
-from tests.train.helpers import manage
+from tests.train.helpers import manage, step_on
 from tests.world import world_of
 
 ROWS, WIDTH, LAYERS = 128, 64, 6
@@ -357,9 +357,7 @@ def test_waits_and_ranges_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     threads: dict[str, set[int]] = {"gemini::offload_activation": set(), "gemini::fetch_activation": set()}
     for _ in range(10):  # on a busy machine all inputs of blocks may be there still when backward asks for them
         with torch.profiler.profile(activities=kinds, experimental_config=config) as profile:
-            model(noise()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(model(noise()), optimizer)
         assert model.memory_report()["stalls"]["activation"] > 0
         for name, found in threads.items():
             found.update(e.thread for e in profile.events() if e.name == name)
@@ -368,9 +366,7 @@ def test_waits_and_ranges_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(len(found) >= 2 for found in threads.values()), threads
     with model.recording() as recording:
         for _ in range(2):
-            model(noise()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(model(noise()), optimizer)
     spans = [span for span in recording.timeline.spans if "activations" in span.name]
     assert {span.track.value for span in spans} == {"nvme read", "nvme write"}, {span.track.value for span in spans}
     assert recording.timeline.moved["cpu->nvme"] == (LAYERS + 1) * INPUT

@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gemini
 from gemini import optim
-from gemini.errors import GeminiError, PlanMismatch
 from gemini.kernels import reference
 from gemini.optim import adopted
 from gemini.train.checkpoint.export import promised_optimizer_state, write_torch_file
@@ -407,23 +406,13 @@ def test_weight_decay_of_either_kind_is_loaded() -> None:
     assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
 
 
-def test_rules_of_one_class_and_state_are_the_same(tmp_path: Path) -> None:
+def test_rules_of_one_class_and_state_are_the_same() -> None:
     nadam, again = optim.adopt(torch.optim.NAdam, lr=1e-2), optim.adopt(torch.optim.NAdam)
     assert nadam == again and hash(nadam) == hash(again) and nadam.defaults["lr"] != again.defaults["lr"]
     assert repr(nadam) == "gemini.optim.adopt(torch.optim.NAdam, lr=0.01)"
     rmsprop = optim.adopt(torch.optim.RMSprop)
     assert rmsprop != optim.adopt(torch.optim.RMSprop, momentum=0.9)
     assert optim.adopt(torch.optim.Adam) != optim.adopt(torch.optim.AdamW), "the states are alike, the step is not"
-    model = gemini.GeminiDDP(make_model(), gemini.GeminiConfig(precision="bf16", device="cpu", optimizer=nadam))
-    with pytest.raises(GeminiError, match=r"rule is gemini.optim.adopt\(torch.optim.RMSprop\), and the model was wrap"):
-        rmsprop.make(model.parameters()).step()
-    optimizer = again.make(model.parameters())
-    gemini.save_checkpoint(tmp_path / "nadam", model, optimizer)
-    other = gemini.GeminiDDP(make_model(), gemini.GeminiConfig(precision="bf16", device="cpu", optimizer=rmsprop))
-    with pytest.raises(
-        PlanMismatch, match="update rule 'torch.optim.NAdam', the model was wrapped for 'torch.optim.RM"
-    ):
-        gemini.load_checkpoint(tmp_path / "nadam", other, rmsprop.make(other.parameters()))
 
 
 def test_hooks_of_the_program_see_its_own_optimizer_alone() -> None:

@@ -91,9 +91,6 @@ def test_flash_attention_that_is_not_there_is_refused_by_transformers(tmp_path: 
             refused()
 
 
-# ---- traces ----------------------------------------------------------------------------------------------------------
-
-
 def peak(config: Any, **how: Any) -> int:
     ids = torch.zeros(1, 64, dtype=torch.long, device="meta")
     return gemini.trace(config, {"input_ids": ids, "labels": ids}, target="cuda", **how).peak_bytes

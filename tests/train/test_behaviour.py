@@ -1,8 +1,8 @@
 """The ordinary training loop on a managed model does what it does on a plain one, bit for bit, in every placement.
 
-Each test drives a behaviour of the loop (evaluation, checkpointing, accumulation, clipping, exceptions, optimizers made
-before or after) on a model whose chunks live in RAM, on disk, or on the stand-in GPU, and compares with the plain loop
-of ``helpers``. Kinds of models are in ``test_model_kinds.py``, reads and writes of params in ``test_access.py``.
+Each test drives a behaviour of the loop (generation, checkpointing, clipping, optimizers made before or after) on a
+model whose chunks live in RAM, on disk, or on the stand-in GPU, and compares with the plain loop of ``helpers``. Kinds
+of models and habits of loops are in ``test_programs.py``, reads and writes of params in ``test_access.py``.
 """
 
 import math
@@ -12,54 +12,41 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import gemini
-from gemini.memory.chunks.chunk import make_plane
+from gemini.train.setup import adoption
 from tests.scaling import backward, scaler_of
 from tests.train.helpers import (
+    Blocks,
     Plain,
     adam,
-    assert_same_snapshot,
     assert_same_state,
     assert_trains_alike,
     batch,
-    compare,
+    failing,
     gpt2,
     llama,
     make_config,
     on_batch,
     pair,
     same_bits,
-    snapshot,
+    squares,
+    step_on,
     t5,
     train,
     train_plain,
+    trainable,
     wrap,
 )
 from tests.world import world_of
 
-# ---- evaluation ------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_before_and_between_steps(mode: Any, where: str, tmp_path: Path) -> None:
-    model, optimizer, plain = pair(llama, where, tmp_path)
-    for step in range(3):
-        model.eval(), plain.model.eval()
-        with mode():
-            assert same_bits(model(**batch(7)).logits, plain.model(**batch(7)).logits)
-        model.train(), plain.model.train()
-        assert train(model, optimizer, [step]) == train_plain(plain, [step])
-    assert_same_state(model, plain)
-
-
-def test_evaluation_between_backward_and_step(where: str, tmp_path: Path) -> None:
-    model, optimizer, plain = pair(llama, where, tmp_path)
-    on_batch(model, 0).backward()
-    plain.backward(on_batch(plain.model, 0))
-    with torch.no_grad():
-        assert same_bits(model(**batch(7)).logits, plain.model(**batch(7)).logits)
+def test_a_gradient_in_only_one_micro_batch_counts(where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(Blocks, where, tmp_path)
+    for path in ((0, 2), (0, 1, 2), (0, 2)):
+        model.path = plain.model.path = path
+        squares(model, 0).backward()
+        plain.backward(squares(plain.model, 0))
     optimizer.step()
     plain.step()
     assert_same_state(model, plain)
@@ -77,9 +64,6 @@ def test_generate(make: Any, where: str, tmp_path: Path) -> None:
     assert_same_state(model, plain)
 
 
-# ---- backward --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("make", [lambda: llama(tied=True), gpt2, t5])
 def test_gradient_checkpointing(make: Any, reentrant: bool, where: str, tmp_path: Path) -> None:
@@ -92,29 +76,9 @@ def test_gradient_checkpointing(make: Any, reentrant: bool, where: str, tmp_path
     assert where == "ram" or world_of(model).num_evictions > 0
 
 
-@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
-@pytest.mark.parametrize("use_no_sync", [True, False])
-def test_accumulation(gradients: str, use_no_sync: bool, where: str, tmp_path: Path) -> None:
-    model, optimizer, plain = pair(llama, where, tmp_path, gradients=gradients)
-    for step in range(2):
-        for micro in range(3):
-            if use_no_sync and micro < 2:
-                with model.no_sync():
-                    (on_batch(model, step * 3 + micro) / 3).backward()
-            else:
-                (on_batch(model, step * 3 + micro) / 3).backward()
-            plain.backward(on_batch(plain.model, step * 3 + micro) / 3)
-        assert model.clip_grad_norm_(0.5).item() == pytest.approx(plain.clip(0.5), rel=1e-6)
-        optimizer.step()
-        plain.step()
-        optimizer.zero_grad()
-    assert_same_state(model, plain)
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_clipping_returns_the_true_norm_and_clips(precision: str, where: str, tmp_path: Path) -> None:
-    model = wrap(llama(tied=True), where, tmp_path, precision=precision)
-    optimizer = adam(model)
+    model, optimizer = trainable(llama(tied=True), where, tmp_path, precision=precision)
     backward(model, on_batch(model, 0))
     scaler_of(model).unscale_(optimizer)
     names = [name for name, _ in model.named_parameters()]
@@ -124,98 +88,6 @@ def test_clipping_returns_the_true_norm_and_clips(precision: str, where: str, tm
     assert model.clip_grad_norm_(1e9).item() == pytest.approx(true / 4, rel=1e-5)  # as torch: it is clipped now
     model.zero_grad()
     assert model.clip_grad_norm_(1.0).item() == 0.0
-
-
-def test_first_gradients_are_torchs_own(where: str, tmp_path: Path) -> None:
-    model, _, plain = pair(lambda: llama(tied=True), where, tmp_path)
-    on_batch(model, 0).backward()
-    on_batch(plain.model, 0).backward()
-    for name, param in plain.model.named_parameters():
-        assert same_bits(model.full_grad(name), param.grad), name
-    with pytest.warns(UserWarning, match="p.grad of managed param"):
-        assert all(p.grad is None for p in model.parameters())
-
-
-def test_changing_batch_size_and_length(where: str, tmp_path: Path) -> None:
-    shapes = [(1, 5), (4, 17), (2, 1), (1, 33), (3, 8)]
-
-    def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
-        return model(**batch(seed, *shapes[seed])).logits.float().square().mean()
-
-    compare(gpt2, where, tmp_path, loss_of, steps=len(shapes))
-
-
-def test_two_forwards_then_one_backward(where: str, tmp_path: Path) -> None:
-    compare(llama, where, tmp_path, lambda model, seed: on_batch(model, seed) + on_batch(model, seed + 50) / 2)
-
-
-def test_two_forwards_then_two_backwards(where: str, tmp_path: Path) -> None:
-    model, optimizer, plain = pair(llama, where, tmp_path)
-    a, b = on_batch(model, 0), on_batch(model, 1)
-    c, d = on_batch(plain.model, 0), on_batch(plain.model, 1)
-    a.backward()
-    b.backward()
-    plain.backward(c)
-    plain.backward(d)
-    optimizer.step()
-    plain.step()
-    assert_same_state(model, plain)
-
-
-def test_loss_computed_outside_from_logits(where: str, tmp_path: Path) -> None:
-    def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
-        data = batch(seed)
-        logits = model(input_ids=data["input_ids"]).logits
-        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), data["labels"][:, 1:].flatten())
-
-    compare(llama, where, tmp_path, loss_of)
-
-
-def test_retain_graph_and_second_backward_accumulate(where: str, tmp_path: Path) -> None:
-    model, optimizer, plain = pair(llama, where, tmp_path)
-    ours, theirs = on_batch(model, 0), on_batch(plain.model, 0)
-    for retain in (True, False):
-        ours.backward(retain_graph=retain)
-        plain.backward(theirs, retain_graph=retain)
-    optimizer.step()
-    plain.step()
-    assert_same_state(model, plain)
-
-
-# ---- exceptions ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_an_exception_leaves_a_correct_next_step(error: Any, phase: str, where: str, tmp_path: Path) -> None:
-    model, optimizer, plain = pair(llama, where, tmp_path)
-    assert train(model, optimizer, [0]) == train_plain(plain, [0])
-
-    def fail(*_: Any) -> None:
-        raise error("from a hook")
-
-    def fail_in_backward(module: nn.Module, args: Any, output: Any) -> None:
-        (output[0] if isinstance(output, tuple) else output).register_hook(fail)
-
-    layer = model.model.layers[1]
-    with layer.mlp.register_forward_hook(fail if phase == "forward" else fail_in_backward):
-        with pytest.raises(error, match="from a hook"):
-            on_batch(model, 1).backward()
-    optimizer.zero_grad()
-    world_of(model).check()
-    assert_trains_alike(model, optimizer, plain, [1, 2])
-
-
-# ---- optimizers ------------------------------------------------------------------------------------------------------
-
-
-def test_step_in_backward_equals_the_retained_run(where: str, tmp_path: Path) -> None:
-    retained = wrap(llama(tied=True), where, tmp_path)
-    transient = wrap(llama(tied=True), where, tmp_path, gradients="transient")
-    first = train(retained, adam(retained), range(3), clip=None)
-    assert first == train(transient, adam(transient, step_in_backward=True), range(3), clip=None)
-    assert_same_snapshot(snapshot(retained), snapshot(transient))
-    assert transient.memory_report()["grad_bytes_per_param"] == 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -277,24 +149,17 @@ def test_add_param_group_and_flipped_requires_grad(where: str, tmp_path: Path) -
     assert_trains_alike(model, optimizer, plain, [3])
 
 
-def test_what_is_trained_later_is_so_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_trained_later_is_so_whole_or_not_at_all() -> None:
     """Memory that fails in the middle: nothing stays reserved, and the next forward tries again."""
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     net[0].requires_grad_(False)
     model = gemini.GeminiDDP(
         net, gemini.GeminiConfig(precision="bf16", memory=gemini.MemoryBudget(cpu="8MiB"), device="cpu")
     )
-    before, made = model.memory_report()["cpu"]["used"], list[Any]()
-
-    def fails(*given: Any, **how: Any) -> Any:
-        made.append(given)
-        if len(made) == 2:
-            raise MemoryError("no more")
-        return make_plane(*given, **how)
-
-    monkeypatch.setattr("gemini.train.setup.adoption.make_plane", fails)
+    before = model.memory_report()["cpu"]["used"]
     model[0].requires_grad_(True)
-    with pytest.raises(MemoryError, match="no more"):
+    fails = failing(adoption, "make_plane", 2, MemoryError("no more"))
+    with fails as made, pytest.raises(MemoryError, match="no more"):
         model(torch.ones(2, 64))
     assert len(made) == 2 and model.memory_report()["cpu"]["used"] == before
     model(torch.ones(2, 64)).square().mean().backward()
@@ -313,9 +178,7 @@ def test_what_is_trained_later_leaves_room_for_the_staging_of_a_drive(tmp_path: 
             if step == 1:
                 model[:4].requires_grad_(True)
                 optimizer.add_param_group({"params": [*model[:4].parameters()]})
-            model(torch.ones(2, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(model(torch.ones(2, 64)).square().mean(), optimizer)
         return model.state_dict()
 
     expected = run(2**23)

@@ -1,6 +1,6 @@
 """Checkpoints: an interrupted and resumed run is the uninterrupted one, bit for bit, under any budgets.
 
-Saving replaces the old checkpoint only when the new one is whole: a process killed at any moment, or a full disk,
+Saving replaces the old checkpoint only when the new one is whole: a full disk, or a kill (``test_replacing.py``),
 leaves one that loads. Damage is found, and loading changes nothing until everything has been checked. No pickle.
 Those of several ranks are in ``tests/ranks``.
 """
@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import random
-import signal
 import sys
 import time
 from pathlib import Path
@@ -26,13 +25,12 @@ from benchmarks._progress import run
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
-from tests.scaling import scaler_of
 from tests.train.helpers import (
     PLACEMENTS,
     adam,
     assert_same_snapshot,
+    failing,
     gpt2,
-    llama,
     on_batch,
     same_bits,
     snapshot,
@@ -102,20 +100,6 @@ def test_resumed_is_uninterrupted(precision: str, where: str, tmp_path: Path) ->
         assert_same_snapshot(snapshot(resumed.model), snapshot(whole.model))
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
         world_of(resumed.model).check()
-
-
-def test_a_scaler_after_skipped_steps(where: str, tmp_path: Path) -> None:
-    model = wrap(llama(), where, tmp_path, precision="fp16")
-    optimizer = adam(model)
-    train(model, optimizer, range(2))
-    with model.lm_head.register_forward_hook(lambda module, args, out: out * float("nan")):
-        train(model, optimizer, [2])
-    assert scaler_of(model).get_scale() == 2.0**15
-    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, extra=scaler_of(model).state_dict())
-    fresh = wrap(llama(), where, tmp_path, precision="fp16")
-    other = adam(fresh)
-    scaler_of(fresh).load_state_dict(gemini.load_checkpoint(tmp_path / "ckpt", fresh, other))
-    assert train(fresh, other, [3, 4]) == train(model, optimizer, [3, 4])
 
 
 def test_extra_is_given_back(tmp_path: Path) -> None:
@@ -336,40 +320,22 @@ def test_between_backward_and_step(where: str, tmp_path: Path) -> None:
 # ---- a disk that fails, a process that dies --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failing", ["fsync", "write", "rename", "mkdir"])
-def test_a_full_disk_leaves_the_old_checkpoint(
-    failing: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("failing_call", ["open", "mkdir"])  # renames and fsync: test_replacing.py
+def test_a_full_disk_leaves_the_old_checkpoint(failing_call: str, where: str, tmp_path: Path) -> None:
     run = Run(where, tmp_path)
     run.train(1)
     run.save(tmp_path / "ckpt")
     before = snapshot(run.model)
     run.train(1)
-    num_calls = 0
-
-    def fail_after(real: Any, calls: int) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls > calls:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real(*args, **kwargs)
-
-        return call
-
-    for calls in range(3):
-        num_calls = 0
-        with monkeypatch.context() as patch:
-            if failing == "write":
-                patch.setattr(builtins, "open", fail_after(open, calls))
-            else:
-                patch.setattr(os, failing, fail_after(getattr(os, failing), calls))
+    owner, full = builtins if failing_call == "open" else os, OSError(errno.ENOSPC, "No space left on device")
+    for number in range(1, 4):
+        with failing(owner, failing_call, number, full) as calls:
             try:
                 run.save(tmp_path / "ckpt")
             except gemini.StorageError as error:
                 assert "No space left" in str(error)
             else:
-                assert num_calls <= calls
+                assert len(calls) < number
                 break
         loaded = Run("ram", tmp_path)
         loaded.load(tmp_path / "ckpt")
@@ -379,69 +345,6 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     loaded.load(tmp_path / "ckpt")
     assert_same_snapshot(snapshot(loaded.model), snapshot(run.model))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]
-
-
-def save_forever(directory: Path, pipe: int) -> None:
-    """Save models whose every weight is the number of the save, and tell each number when it is saved."""
-    model = wrap(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), "ram", directory)
-    optimizer = adam(model)
-    for number in range(10**6):
-        with model.gathered(write=True), torch.no_grad():
-            for param in model.parameters():
-                param.fill_(number)
-        gemini.save_checkpoint(directory / "ckpt", model, optimizer, extra=number)
-        os.write(pipe, b"%d\n" % number)
-
-
-def test_a_process_killed_while_saving_leaves_a_checkpoint(tmp_path: Path) -> None:
-    model = wrap(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), "ram", tmp_path)
-    optimizer = adam(model)
-    rng = random.Random(0)
-    for _ in range(8):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                save_forever(tmp_path, writer)
-            finally:
-                os._exit(1)
-        os.close(writer)
-        with open(reader) as lines:
-            for _ in range(3):
-                assert lines.readline(), "the child could not save"
-            time.sleep(rng.random() * 0.03)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            rest = lines.read().split()
-        newest = int(rest[-1]) if rest else 2
-        number = gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
-        assert number in (newest, newest + 1)
-        expected = torch.tensor(float(number)).bfloat16()
-        assert all((model.full_param(name) == expected).all() for name, _ in model.named_parameters())
-    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"], "what the dead left behind takes room for ever"
-
-
-def test_death_between_the_two_renames(tmp_path: Path) -> None:
-    run = Run("ram", tmp_path)
-    run.train(1)
-    run.save(tmp_path / "ckpt")
-    os.rename(tmp_path / "ckpt", tmp_path / ".ckpt.old")
-    fresh = Run("ram", tmp_path)
-    fresh.load(tmp_path / "ckpt")
-    assert_same_snapshot(snapshot(fresh.model), snapshot(run.model))
-    run.train(1)
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(gemini.StorageError):
-        patch.setattr(os, "fsync", fail)
-        run.save(tmp_path / "ckpt")
-    fresh.load(tmp_path / "ckpt")  # the only one there was is still found
-    run.save(tmp_path / "ckpt")
-    fresh.load(tmp_path / "ckpt")
-    assert_same_snapshot(snapshot(fresh.model), snapshot(run.model))
 
 
 # ---- behind the training ---------------------------------------------------------------------------------------------
@@ -543,14 +446,9 @@ def test_without_room_to_write_behind_it_is_written_at_once(tmp_path: Path) -> N
     assert losses
 
 
-def test_a_failure_that_nobody_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("ram", tmp_path)
-
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+def test_a_failure_that_nobody_waited_for(tmp_path: Path) -> None:
+    run, full = Run("ram", tmp_path), OSError(errno.ENOSPC, "No space left on device")
+    with failing(os, "pwrite", 1, full):
         pending = behind(run, tmp_path / "ckpt")
         run.train(1)
         while not pending.done():
@@ -559,8 +457,7 @@ def test_a_failure_that_nobody_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
         run.save(tmp_path / "ckpt")
     assert list(tmp_path.iterdir()) == []
     run.save(tmp_path / "good")  # once told, it is over
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+    with failing(os, "pwrite", 1, full):
         behind(run, tmp_path / "ckpt")
         with pytest.warns(UserWarning, match="nobody waited for failed.*No space left"):
             world_of(run.model).close()

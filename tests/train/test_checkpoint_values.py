@@ -19,7 +19,7 @@ import gemini
 from gemini.train.checkpoint import format as checkpoint_format
 from gemini.train.checkpoint.states import rng_states
 from tests.scaling import backward, make_step
-from tests.train.helpers import adam, assert_same_snapshot, same_bits, snapshot, wrap
+from tests.train.helpers import adam, assert_same_snapshot, same_bits, snapshot, trainable, wrap
 from tests.world import world_of
 
 
@@ -303,23 +303,18 @@ def test_every_plain_dtype_comes_back_bit_by_bit(wait: bool, tmp_path: Path) -> 
         ]
         for dtype in PLAIN
     }
-    model = wrap(Holder(), "ram", tmp_path)
-    optimizer = adam(model)
+    raw = Holder()
+    for dtype in PLAIN:
+        raw.register_buffer(str(dtype).partition(".")[2], of_dtype(dtype, 4))
+    model, optimizer = trainable(raw, "ram", tmp_path)
+    kept = [buffer.clone() for buffer in model.buffers()]
     gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, extra=extra, wait=wait).wait()
+    for buffer in model.buffers():
+        buffer.copy_(torch.zeros_like(buffer))
     found = gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert all(map(same_bits, model.buffers(), kept))
     for name, values in extra.items():
         assert all(same_bits(a, b) for a, b in zip(values, found[name], strict=True)), name
-
-
-@pytest.mark.parametrize("dtype", PLAIN)
-def test_buffers_of_every_plain_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = wrap(Holder(of_dtype(dtype, 4)), "ram", tmp_path)
-    optimizer = adam(model)
-    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
-    kept = model.held.clone()
-    model.held.copy_(torch.zeros_like(kept))
-    gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
-    assert same_bits(model.held, kept)
 
 
 def forms() -> dict[str, torch.Tensor]:
@@ -337,8 +332,7 @@ def forms() -> dict[str, torch.Tensor]:
 def test_views_come_back_as_the_numbers_they_show(tmp_path: Path) -> None:
     for name, value in forms().items():
         held = value.detach() if name != "expanded" else value.clone()
-        model = wrap(Holder(held), "ram", tmp_path)
-        optimizer = adam(model)
+        model, optimizer = trainable(Holder(held), "ram", tmp_path)
         shown = value.tolist()
         gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, extra=value)
         with torch.no_grad():
@@ -374,8 +368,7 @@ def test_tensors_that_are_not_plain_numbers_are_refused(name: str, tmp_path: Pat
 
 
 def test_values_that_cannot_be_read_back_are_refused(tmp_path: Path) -> None:
-    model = wrap(Holder(), "ram", tmp_path)
-    optimizer = adam(model)
+    model, optimizer = trainable(Holder(), "ram", tmp_path)
     endless: list[Any] = []
     endless.append(endless)
     deep: Any = 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import kernels
-from gemini.errors import GeminiError, PlanMismatch
+from gemini.errors import PlanMismatch
 from gemini.kernels import reference
 from gemini.kernels.reference import decode, encode
 from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
@@ -32,6 +32,7 @@ from tests.train.test_checkpoint_values import rewrite
 from tests.train.test_update_rules import bits, loss_of, make_model, train
 from tests.world import world_of
 
+CLIP = 0.1
 EXACT: dict[str, UpdateRule] = {
     "adam": AdamRule(), "lion": LionRule(), "sgd": SGDRule(), "plain sgd": PlainSGDRule(),
 }  # fmt: skip
@@ -140,22 +141,9 @@ def assert_same(model: Any, plain: dict[str, Any]) -> None:
     assert 0 < num_compact < len(plain["masters"]), "some params are compact, and some are small"
 
 
-@pytest.mark.sweep(every=2)
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
-@pytest.mark.parametrize("which", EXACT)
-def test_compact_states_on_nvme_have_the_bits_of_the_plain_loop(which: str, overlap: bool, tmp_path: Path) -> None:
-    plain = plain_loop(which, range(4), clip=0.1)
-    model = gemini.GeminiDDP(make_model(), config_for(which, **rules.settings_of("on nvme", tmp_path), overlap=overlap))
-    optimizer = make_optimizer(model, which)
-    assert train(model, optimizer, range(4), 0.1) == plain["losses"]
-    assert_same(model, plain)
-    for chunk in world_of(model).chunks:
-        tiers = {kind: plane.tier for kind, plane in chunk.planes.items()}
-        assert all((tier is gemini.Tier.CPU) == kind.endswith("_scale") for kind, tier in tiers.items()), tiers
-
-
 PLACED = (
-    "in memory", "one chunk each", "transient", "on the device", "streamed", "streamed, transient", "half", "summed up",
+    "in memory", "one chunk each", "on nvme", "in turn", "transient", "on the device", "streamed",
+    "streamed, transient", "half", "summed up",
 )  # fmt: skip
 
 
@@ -165,13 +153,18 @@ PLACED = (
 def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
     which: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = plain_loop(which, range(3))
+    clip = None if "transient" in told else CLIP
+    plain = plain_loop(which, range(3), clip)
     config = config_for(which, **rules.settings_of(told, tmp_path))
     with models.tiles_of(monkeypatch, None if told == "in memory" else 4096):
         model = gemini.GeminiDDP(make_model(), config)
         optimizer = make_optimizer(model, which, step_in_backward="transient" in told)
-        assert train(model, optimizer, range(3), None) == plain["losses"]
+        assert train(model, optimizer, range(3), clip) == plain["losses"]
         assert_same(model, plain)
+    if told == "on nvme":  # all but scales
+        for chunk in world_of(model).chunks:
+            tiers = {kind: plane.tier for kind, plane in chunk.planes.items()}
+            assert all((tier is gemini.Tier.CPU) == kind.endswith("_scale") for kind, tier in tiers.items()), tiers
 
 
 @pytest.mark.sweep(every=2)
@@ -284,13 +277,6 @@ def test_compact_states_of_another_form_are_refused_and_nothing_changes(
     assert_same_snapshot(snapshot(model), before)
 
 
-def test_a_checkpoint_of_another_rule_is_refused(tmp_path: Path) -> None:
-    saved("compact", "lion", tmp_path / "lion")
-    model = gemini.GeminiDDP(make_model(), config_for("adam"))
-    with pytest.raises(PlanMismatch, match="update rule 'Lion, compact', the model was wrapped for 'Adam, compact'"):
-        gemini.load_checkpoint(tmp_path / "lion", model, make_optimizer(model, "adam"))
-
-
 # ---- states from outside ---------------------------------------------------------------------------------------------
 
 
@@ -399,19 +385,15 @@ def test_rules_without_a_compact_form_are_refused(rule: UpdateRule) -> None:
         gemini.GeminiConfig(optimizer=rule, states="compact")
 
 
-def test_other_states_and_optimizers_are_refused() -> None:
+def test_other_states_are_refused() -> None:
     with pytest.raises(ValueError, match="states='8bit' is not known; use one of 'exact', 'compact'"):
         gemini.GeminiConfig(states="8bit")
-    model = gemini.GeminiDDP(make_model(), config_for("lion"))
-    with pytest.raises(GeminiError, match=r"rule is AdamRule\(\), and the model was wrapped for LionRule\(\)"):
-        gemini.HybridAdam(model.parameters()).step()
 
 
 # ---- gradients summed up in bf16 -------------------------------------------------------------------------------------
 
 # 24 bits of the sum wherever it lives, of which updates read 16.
 
-CLIP = 0.1
 SUMMED = ("in memory", "on nvme", "on the device", "streamed", "half", "in turn")
 
 

@@ -29,6 +29,7 @@ from tests.train.helpers import (
     adam,
     assert_same_snapshot,
     assert_same_state,
+    failing,
     make_config,
     noise,
     same_bits,
@@ -498,18 +499,9 @@ def test_what_breaks_off_in_the_middle_leaves_no_model_of_both(tmp_path: Path, m
             raise AssertionError("never inside")
     assert len(calls) == 2 * len(world.handles)
     assert_same_averages(model, plain)
-    calls.clear()
-
-    def failing(handle: Any, kind: str) -> None:
-        calls.append(handle)
-        if len(calls) == 3:
-            raise StorageError("no space left")
-        real(handle, kind)
-
-    with monkeypatch.context() as patched, pytest.raises(StorageError, match="no space left"):
-        patched.setattr(world.by_names, "exchange", failing)
-        with gemini.EMA(model).swapped_in():
-            raise AssertionError("never inside")
+    full = failing(world.by_names, "exchange", 3, StorageError("no space left"), once=True)
+    with full, pytest.raises(StorageError, match="no space left"), gemini.EMA(model).swapped_in():
+        raise AssertionError("never inside")
     with pytest.raises(GeminiError, match="broke off"):
         loss_of(model, 2)
     gemini.load_checkpoint(tmp_path / "saved", model, optimizer)

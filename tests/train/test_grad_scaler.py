@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 import gemini
-from tests.train.half_programs import REMEDY, SCALE, Extra, Toy, assert_same_grads, data, each_program, outside, stock
+from tests.train.half_programs import REMEDY, SCALE, Toy, data, outside, stock
 from tests.train.helpers import (
     Plain,
     adam,
     assert_same_snapshot,
     assert_same_state,
-    batch,
     llama,
     on_batch,
     same_bits,
@@ -24,21 +23,6 @@ from tests.train.helpers import (
     wrap,
 )
 from tests.world import world_of
-
-
-@each_program
-def test_gradients_are_those_of_the_stock_loop(program: Any, where: str, tmp_path: Path) -> None:
-    gives, loss_of = program
-    model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), stock(gives)
-    own: Extra = {}
-    theirs: Extra = {}
-    gemini.GradScaler("cpu", init_scale=SCALE).scale(loss_of(model, own, data())).backward()
-    torch.amp.GradScaler("cpu", init_scale=SCALE).scale(loss_of(plain, theirs, data())).backward()
-    assert_same_grads(model, plain)
-    for name, tensor in own.items():
-        assert tensor.grad is not None and same_bits(tensor.grad, theirs[name].grad), name  # type: ignore[arg-type]
-    world_of(model).check()
-
 
 # ---- whole steps ----------------------------------------------------------------------------------------------------
 
@@ -93,30 +77,6 @@ def test_steps_scales_and_skips_are_those_of_the_stock_loop(where: str, max_norm
             assert_same_snapshot(before, snapshot(model))
         assert_same_state(model, theirs.plain)
     assert 1 < num_skipped < 7
-
-
-def test_share_of_zeros_is_that_of_stock_scaling(tmp_path: Path) -> None:
-    """Cross entropy over many classes, divided for an accumulation: the logits' gradient is far below fp16."""
-
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4000))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x.half())
-
-    def loss_of(model: Any) -> torch.Tensor:
-        x = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
-        return nn.functional.cross_entropy(model(x).float(), torch.arange(256)) / 32
-
-    plain, model = Head().half(), wrap(Head(), "ram", tmp_path, precision="fp16")
-    torch.amp.GradScaler("cpu").scale(loss_of(plain)).backward()
-    gemini.GradScaler("cpu").scale(loss_of(model)).backward()
-    assert_same_grads(model, plain, 2.0**16)
-    grads = [model.full_grad(name) for name, _ in model.named_parameters()]
-    assert sum(int((g == 0).sum()) for g in grads) < 0.01 * sum(g.numel() for g in grads)
 
 
 def test_a_step_with_inf_is_skipped_in_every_bit(where: str, tmp_path: Path) -> None:
@@ -210,20 +170,6 @@ def test_other_precisions_take_a_scaler_too(precision: str, tmp_path: Path) -> N
     assert same_bits(states[0][1], states[1][1]) and same_bits(states[0][2], states[1][2])
 
 
-def test_soft_prompts_before_a_managed_transformer(where: str, tmp_path: Path) -> None:
-    """``get_input_embeddings()(ids)`` calls a part of the model with gradients enabled."""
-    managed, plain = wrap(llama(tied=True), where, tmp_path, precision="fp16"), Plain(llama(tied=True), "fp16").model
-    ids, grads = batch()["input_ids"], []
-    for model, make in ((managed, gemini.GradScaler), (plain, torch.amp.GradScaler)):
-        prompt = nn.Parameter(torch.full((1, 3, 32), 0.1))
-        embedded = torch.cat([prompt.half().expand(2, -1, -1), model.get_input_embeddings()(ids)], dim=1)
-        labels = torch.cat([torch.full((2, 3), -100), ids], dim=1)
-        make("cpu", init_scale=SCALE).scale(model(inputs_embeds=embedded, labels=labels).loss).backward()
-        grads.append(prompt.grad)
-    assert_same_grads(managed, plain)
-    assert same_bits(*grads)
-
-
 # ---- refusals and states --------------------------------------------------------------------------------------------
 
 
@@ -289,16 +235,6 @@ def test_updates_inside_backward_are_refused(tmp_path: Path) -> None:
         gemini.GradScaler("cpu").scale(on_batch(model, 0)).backward()
     on_batch(model, 0).backward()
     optimizer.step()
-
-
-def test_a_disabled_scaler_leaves_the_plain_path(tmp_path: Path) -> None:
-    model = wrap(llama(), "ram", tmp_path)
-    scaler = gemini.GradScaler("cpu", enabled=False)
-    assert scaler.get_scale() == 1.0 and not scaler.is_enabled()
-    scaler.scale(on_batch(model, 0)).backward()
-    scaler.step(adam(model))
-    scaler.update()
-    assert world_of(model).handles[0].num_steps == 1
 
 
 def test_what_torch_refuses_changes_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import gemini
 from gemini import kernels
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
-from tests.train.helpers import Blocks, Plain, adam, noise, squares, train, train_plain, wrap
+from tests.train.helpers import Blocks, Plain, adam, noise, squares, step_on, train, train_plain, wrap
 from tests.train.test_kept_weights import WIDTH, Net, in_turn
 from tests.world import world_of
 
@@ -216,9 +216,7 @@ def test_what_is_prepared_lasts_as_long_as_planes_do(tmp_path: Path) -> None:
     """Sums take the place of gradients between two steps, and those come back: nobody looks at memory of before."""
     model, plain = wrap(Blocks(), "ram", tmp_path), Plain(Blocks())
     optimizer, chunk = adam(model), world_of(model).chunks[1]
-    squares(model, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_on(squares(model, 0), optimizer)
     train_plain(plain, [0], squares, clip=None)
     kept, planes = dict(chunk.prepared), [weakref.ref(chunk.planes[GRAD]), weakref.ref(chunk.planes[GRAD].tensor)]
     assert len(kept) == 4  # two params land, and are updated, in a way that was looked for

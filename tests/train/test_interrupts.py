@@ -18,26 +18,21 @@ from torch import nn
 import gemini
 from gemini import interrupts, kernels
 from gemini.interrupts import WHOLE, call_with_grad, call_without_grad, without_grad
-from gemini.memory.movement.mover import Mover
 from gemini.rules import ADAM, Arrays, Segment
 from gemini.train.checkpoint import states
 from gemini.train.checkpoint.format import TensorFile
 from gemini.train.checkpoint.read import Reader
-from gemini.train.params import by_name, exposure
 from tests.train.helpers import (
     PLACEMENTS,
     Blocks,
-    Plain,
     adam,
     assert_same_snapshot,
-    assert_same_state,
     llama,
     make_config,
     on_batch,
     snapshot,
     squares,
     train,
-    train_plain,
 )
 from tests.train.interrupted import OPERATIONS, World, make_trials
 from tests.train.moments import Moment, held_locks, interrupt_at, moments_of
@@ -95,89 +90,6 @@ def wrap(where: str, path: Path, *, overlap: bool = False, **how: Any) -> Any:
 
 # ---- updates ---------------------------------------------------------------------------------------------------------
 
-MOMENTS: dict[str, tuple[Any, str]] = {
-    "kernel": (kernels, "update"), "transfer": (Mover, "under_way"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    ("where", "moment"), [("ram", "kernel"), *((where, moment) for where in PLACEMENTS[1:] for moment in MOMENTS)]
-)
-def test_an_update_is_whole_before_it_is_interrupted(
-    where: str, moment: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside the update too: then the signal may find the program anywhere, and costs nothing anyway."""
-    model, plain = wrap(where, tmp_path, overlap=overlap), Plain(Blocks())
-    optimizer = adam(model)
-    # On a stand-in half of the states are in host memory: without overlap a step has one transfer there and one back.
-    most = 2 if (where, moment) == ("standin", "transfer") else 3
-    for number in range(1, most + 1):
-        squares(model, number).backward()
-        with monkeypatch.context() as patch:
-            calls = at_call(patch, *MOMENTS[moment], number, once=overlap)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
-                world_of(model).settle()
-                wait_for_ctrl_c()
-            world_of(model).settle()
-            assert len(calls) >= number
-        optimizer.zero_grad()
-        train_plain(plain, [number], squares, clip=None)
-        assert_same_state(model, plain)
-    train(model, optimizer, [7], squares)
-    train_plain(plain, [7], squares)
-    assert_same_state(model, plain)
-
-
-@pytest.mark.parametrize("gradients", ["retain", "transient"])
-@pytest.mark.parametrize("where", ["ram", "disk"])
-def test_a_backward_that_updates_is_whole_before_it_is_interrupted(
-    where: str, gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From its first update on; before that it is forgotten, as every backward."""
-    model, plain = wrap(where, tmp_path, gradients=gradients), Plain(Blocks())
-    optimizer = adam(model, step_in_backward=True)
-    for number in (1, 2):
-        loss = squares(model, number)
-        with monkeypatch.context() as patch:
-            calls = at_call(patch, kernels, "update", number)
-            with pytest.raises(KeyboardInterrupt):
-                loss.backward()
-            assert len(calls) > number, "the rest of the backward has been made"
-        optimizer.step()
-        train_plain(plain, [number], squares, clip=None)
-        assert_same_state(model, plain)
-    before = snapshot(model)
-    loss = squares(model, 3)
-    with monkeypatch.context() as patch:
-        at_call(patch, world_of(model).backward, "take_grad", 1)
-        with pytest.raises(KeyboardInterrupt):
-            loss.backward()
-    optimizer.zero_grad()
-    assert_same_snapshot(before, snapshot(model))
-    train(model, optimizer, [3], squares, clip=None)
-    train_plain(plain, [3], squares, clip=None)
-    assert_same_state(model, plain)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_params_that_an_interrupt_left_ordinary_are_guarded_again(
-    where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It came when a chunk's params had become ordinary, and nobody had noted it."""
-    model, plain = wrap(where, tmp_path), Plain(Blocks())
-    optimizer = adam(model)
-    with monkeypatch.context() as patch:
-        at_call(patch, exposure, "expose", number, after=True)
-        with pytest.raises(KeyboardInterrupt):
-            squares(model, 0).backward()
-    optimizer.zero_grad()
-    world_of(model).check()
-    train(model, optimizer, [1], squares)
-    train_plain(plain, [1], squares)
-    assert_same_state(model, plain)
-
 
 def test_an_error_in_a_backward_that_updates_does_not_keep_ctrl_c(tmp_path: Path) -> None:
     model = wrap("ram", tmp_path, gradients="transient")
@@ -224,52 +136,6 @@ def test_a_closure_is_interrupted_at_once(tmp_path: Path) -> None:
 
 
 # ---- writes ----------------------------------------------------------------------------------------------------------
-
-
-def new_values(model: Any) -> dict[str, torch.Tensor]:
-    return {name: torch.full(p.shape, 1.0 + i / 7) for i, (name, p) in enumerate(model.named_parameters())}
-
-
-def by_gathered(model: Any, values: dict[str, torch.Tensor]) -> None:
-    with model.gathered(write=True), torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(values[name])
-
-
-def by_state_dict(model: Any, values: dict[str, torch.Tensor]) -> None:
-    model.load_state_dict(values)
-
-
-WRITES = {"gathered": by_gathered, "load_state_dict": by_state_dict}
-
-
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("where", ["ram", "disk"])
-def test_a_write_is_whole(write: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slack = 2**16 if where == "disk" else 0  # to gather all of it
-    model, quiet = (wrap(where, tmp_path, slack=slack) for _ in range(2))
-    for one in (model, quiet):
-        train(one, adam(one), [0], squares)
-    WRITES[write](quiet, new_values(quiet))
-    at_call(monkeypatch, by_name, "store_tile", 3)
-    with pytest.raises(KeyboardInterrupt):
-        WRITES[write](model, new_values(model))
-    assert_same_snapshot(snapshot(quiet), snapshot(model))
-    world_of(model).check()
-
-
-def test_a_loaded_optimizer_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, other = wrap("disk", tmp_path), wrap("disk", tmp_path)
-    optimizer, theirs = adam(model), adam(other, lr=0.5)
-    train(model, optimizer, [0], squares)
-    train(other, theirs, [1, 2], squares)
-    at_call(monkeypatch, by_name, "store_tile", 3)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.load_state_dict(theirs.state_dict())
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    for name, own in snapshot(other).items():
-        for kind in ("exp_avg", "exp_avg_sq", "step"):
-            assert torch.equal(snapshot(model)[name][kind], own[kind])
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import BudgetExceeded, ParamAccessError
-from tests.train.helpers import Plain, adam, assert_trains_alike, manage, noise, same_bits, wrap
+from tests.train.helpers import Plain, adam, assert_trains_alike, manage, noise, same_bits, trainable, wrap
 from tests.world import world_of
 
 WIDTH = 64
@@ -155,8 +155,7 @@ def loss_of(model: Any, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
 def test_the_bits_are_those_of_the_plain_loop(how: Any, where: str, tmp_path: Path) -> None:
     plain = Plain(Net(how), "fp32")
-    model = wrap(Net(how), where, tmp_path, precision="fp32", slack=2**18)
-    optimizer = adam(model)
+    model, optimizer = trainable(Net(how), where, tmp_path, precision="fp32", slack=2**18)
     for seed in range(3):
         assert_trains_alike(model, optimizer, plain, [seed], loss_of)
         with torch.no_grad():

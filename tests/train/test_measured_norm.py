@@ -19,6 +19,7 @@ from tests.train.helpers import (
     make_config,
     on_batch,
     snapshot,
+    step_on,
     train,
     wrap,
 )
@@ -50,17 +51,14 @@ def two_passes(model: Any, optimizer: Any, seeds: range, *, again: bool) -> tupl
             loss.backward(retain_graph=not again)
         if again:
             loss = on_batch(model, seed)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on(loss, optimizer)
         losses.append(loss.item())
         norms.append(measured.norm)
     return losses, norms
 
 
 @pytest.mark.parametrize(
-    "again",
-    [pytest.param(False, id="graph kept"), pytest.param(True, id="forward again", marks=pytest.mark.slow)],
+    "again", [pytest.param(False, id="graph kept"), pytest.param(True, id="forward again", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("where", PLACEMENTS)

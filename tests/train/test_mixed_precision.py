@@ -5,6 +5,7 @@ itself (batch norms) it is left to, and where a program casts (a head that is gi
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +13,25 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.nn.utils import parametrizations, prune
 
 import gemini
 from gemini.train.modules.mixed import kept_in_fp32
 from tests.integrations.mixed_cases import Declares, resnet
 from tests.plain import DTYPES, Plain
 from tests.train import helpers
-from tests.train.helpers import PLACEMENTS, adam, assert_same_state, compare, noise, same_bits, squares, train, wrap
+from tests.train.helpers import (
+    PLACEMENTS,
+    adam,
+    assert_same_state,
+    compare,
+    noise,
+    same_bits,
+    squares,
+    train,
+    trainable,
+    wrap,
+)
 from tests.world import world_of
 
 HALF = ("bf16", "fp16")
@@ -43,21 +55,6 @@ class Normed(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(self.last(x).mean((2, 3)))
-
-
-class Spectral(nn.Module):
-    """Both of torch's spectral norms, and an orthogonal layer, which cannot be computed in half precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.new = parametrizations.spectral_norm(nn.Conv2d(3, 8, 3))
-        self.old = spectral_norm(nn.Linear(8, 8))
-        self.square = parametrizations.orthogonal(nn.Linear(8, 8, bias=False))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.square(self.old(self.new(x).mean((2, 3))).relu()))
 
 
 class Reward(nn.Module):
@@ -119,22 +116,17 @@ def fp32_of(model: nn.Module, *words: str) -> list[str]:
 
 
 def plain_of(make: Callable[[], nn.Module], precision: str, *words: str) -> Plain:
-    """The program in plain torch; where a parametrization computes in fp32, its result is what autocast makes of it."""
-    model, dtype = make(), DTYPES[precision]
+    """The program in plain torch."""
+    model = make()
     if isinstance(model, Timed):
         model.casts = True
     plain = Plain(model, precision, scale=2.0**10 if precision == "fp16" else None, fp32=fp32_of(model, *words))
-    for made in (m for m in model.modules() if type(m).__name__ == "ParametrizationList"):
-        made.register_forward_hook(lambda _, args, out: out.to(dtype))
-    if isinstance(model, Spectral):
-        model.old.register_forward_pre_hook(lambda m, args: setattr(m, "weight", m.weight.to(dtype)))
-    model.takes = dtype
+    model.takes = DTYPES[precision]
     return plain
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "norms": (Normed, ("norm.", "blocks.0.1.", "blocks.1.1.", "last")),
-    "spectral": (Spectral, ("original", "_orig")),
     "head": (Reward, ("norm", "head")),
     "values": (Timed, ("none",)),
 }
@@ -148,8 +140,7 @@ def test_what_stays_in_fp32_has_the_bits_of_the_plain_program(
 ) -> None:
     make, words = CASES[case]
     plain = plain_of(make, precision, *words)
-    model = wrap(make(), where, tmp_path, precision=precision)
-    optimizer = adam(model)
+    model, optimizer = trainable(make(), where, tmp_path, precision=precision)
     scaler = gemini.GradScaler(init_scale=2.0**10) if precision == "fp16" else None
     for seed in range(3):
         loss, wanted = loss_of(model, seed), loss_of(plain.model, seed)
@@ -348,6 +339,11 @@ class Pair(NamedTuple):
     ids: torch.Tensor
 
 
+@dataclass
+class Held:
+    x: torch.Tensor
+
+
 class Takes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -363,11 +359,11 @@ class Takes(nn.Module):
 def test_inputs_are_cast_at_the_root(precision: str) -> None:
     model = gemini.GeminiDDP(Takes(), config(precision=precision))
     x, ids, dtype = torch.randn(2, 4, requires_grad=True), torch.arange(3), DTYPES[precision]
-    nested = {"pair": Pair(x, ids), "list": [x.double(), "text"], "labels": x}
+    nested = {"pair": Pair(x, ids), "held": Held(x), "list": [x.double(), "text"], "labels": x}
     out = model(x, ids, nested, transformers.BatchEncoding({"values": x}), x=x, labels=x)
     (gemini.GradScaler().scale(out.sum()) if precision == "fp16" else out.sum()).backward()
     args, kwargs = model.given
-    own = (args[0], args[2]["pair"].x, args[3]["values"], kwargs["x"])
+    own = (args[0], args[2]["pair"].x, args[2]["held"].x, args[3]["values"], kwargs["x"])
     assert {value.dtype for value in own} == {dtype}
     assert args[2]["list"][0].dtype is (torch.float64 if precision == "fp32" else dtype)
     assert args[1] is ids and args[2]["pair"].ids is ids and isinstance(args[2]["pair"], Pair)
@@ -405,8 +401,7 @@ def test_in_fp32_nothing_is_cast() -> None:
 
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_a_checkpoint_loads_exactly_whatever_stays_in_fp32(where: str, tmp_path: Path) -> None:
-    model = wrap(Reward(), where, tmp_path)
-    optimizer = adam(model)
+    model, optimizer = trainable(Reward(), where, tmp_path)
     train(model, optimizer, range(2), loss_of)
     gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
     for keep in ("auto", ("body.0",), None):
@@ -458,8 +453,6 @@ def test_saved_models_and_the_way_back_keep_the_dtypes(tmp_path: Path) -> None:
 def test_a_plan_from_a_trace_ahead_of_time_is_the_run_s(case: str, precision: str) -> None:
     make, budget = CASES[case][0], gemini.MemoryBudget(cpu="64MiB")
     how: dict[str, Any] = {"precision": precision, "loss": lambda out: out.float().square().mean()}
-    if case == "spectral":
-        make()(images(0))  # what it computed has a graph then
     trace = gemini.trace(make(), {"x": images(0)}, target="cpu", **how)
     plan = gemini.Plan.from_json(gemini.plan(trace, None, budget).to_json())
     model = gemini.GeminiDDP(make(), config(precision=precision, placement=plan))
@@ -483,24 +476,6 @@ def test_a_plan_of_other_fp32_parts_is_refused_by_name() -> None:
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gradients", ["retain", "accumulate", "transient"])
-def test_gradients_of_parts_in_fp32_are_fp32(gradients: str, tmp_path: Path) -> None:
-    model = gemini.GeminiDDP(Normed(), config(gradients=gradients))
-    plain = plain_of(Normed, "bf16", *CASES["norms"][1])
-    optimizer = adam(model, step_in_backward=gradients == "transient")
-    for seed in range(2):
-        for number in range(1 if gradients == "transient" else 2):
-            loss, wanted = loss_of(model, 2 * seed + number), loss_of(plain.model, 2 * seed + number)
-            loss.backward()
-            plain.backward(wanted)
-        if gradients != "transient":
-            assert model.full_grad("norm.weight").dtype is torch.float32
-        optimizer.step()
-        plain.step()
-        optimizer.zero_grad()
-    assert_same_state(model, plain)
 
 
 def test_compact_states_are_exact_where_params_stay_in_fp32() -> None:

@@ -1,9 +1,8 @@
 """What ``state_dict()`` of a model has beside params comes back with a checkpoint, by the model's own ways of saving
-and loading; what cannot be kept, or is not taken, is refused by name, and nothing has changed.
+and loading (each kind in each order: ``test_programs.py``); what cannot be kept, or is not taken, is refused by name,
+and nothing has changed.
 """
 
-import collections
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 
 import gemini
 from gemini.train.params.by_name import ByName
-from tests.train.helpers import DTYPES, adam, assert_same_snapshot, noise, same_bits, snapshot, train, wrap
+from tests.train.helpers import adam, assert_same_snapshot, noise, same_bits, snapshot, step_on, train, trainable, wrap
 from tests.train.test_checkpoint_values import rewrite
 
 
@@ -39,94 +38,6 @@ class Scaled(nn.Module):
         self.top, self.seen = float(state["top"]), state[3][0]
 
 
-class Order(nn.Module):
-    """A buffer that grows; the module loads one of any length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("order", torch.empty(0, dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.order = torch.cat([self.order, torch.tensor([len(self.order)])])
-        return x
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        self.order = state[f"{prefix}order"].clone()
-        super()._load_from_state_dict(state, prefix, *args)
-
-
-class Packed(nn.Module):
-    """Saves more than it has, and its weight in another layout under another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.calls = nn.Parameter(torch.eye(16) + 0.01), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        return x @ self.weight
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}packed"] = self.weight.detach().t().clone()
-        destination[f"{prefix}calls"] = torch.tensor(self.calls)
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        with torch.no_grad():
-            self.weight.copy_(state[f"{prefix}packed"].t())
-        self.calls = int(state[f"{prefix}calls"])
-
-
-class Hooked(nn.Module):
-    """A hook adds to the state, another one takes it out again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.notes = nn.Linear(16, 16), [0]
-        self.register_state_dict_post_hook(lambda own, state, prefix, _: state.update({f"{prefix}notes": own.notes}))
-        self.register_load_state_dict_pre_hook(lambda own, state, prefix, *_: own.notes.__setitem__(
-            slice(None), state.pop(f"{prefix}notes")))  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.notes.append(self.notes[-1] + self.training)
-        return self.fc(x) * (1 + 0.1 * self.notes[-1])
-
-
-class Net(nn.Module):
-    """All of them, one twice, and a load_state_dict and state_dict of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scaled, self.order, self.packed, self.hooked = Scaled(), Order(), Packed(), Hooked()
-        self.again, self.norm, self.epoch = self.scaled, nn.LayerNorm(16), 0
-        self.register_buffer("mean", torch.zeros(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.again(self.scaled(self.hooked(self.packed(self.order(x)))))
-        if self.training:
-            self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
-            self.epoch += 1
-        return self.norm(x) + self.mean.to(x.dtype) + 0.01 * self.epoch
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        state = super().state_dict(*args, **kwargs)
-        state["epoch"] = self.epoch
-        return state
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        state = collections.OrderedDict(state_dict)
-        self.epoch = state.pop("epoch")
-        return super().load_state_dict(state, strict)
-
-
-def steps(model: Any, optimizer: Any, seeds: range, precision: str = "bf16") -> list[float]:
-    def loss_of(model: Any, seed: int) -> torch.Tensor:
-        return model((3 + seed) * noise(2, 3, 16, seed=seed, dtype=DTYPES[precision])).float().square().mean()
-
-    return train(model, optimizer, seeds, loss_of, clip=None)
-
-
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return same_bits(a, b)
@@ -135,71 +46,26 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def durable(path: Path) -> gemini.GeminiConfig:
-    return gemini.GeminiConfig(
-        precision="bf16", device="cpu", placement=gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1),
-        memory=gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=path, durable=True),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("how", ["checkpoint", "behind", "state dicts", "optimizer first"])
-def test_a_resumed_run_has_the_same_bits(how: str, precision: str, where: str, tmp_path: Path) -> None:
-    def start() -> tuple[Any, Any]:
-        model = wrap(Net(), where, tmp_path, precision=precision)
-        return model, adam(model)
-
-    (first, optimizer), (second, others) = start(), start()
-    steps(first, optimizer, range(3), precision)
-    if how in ("checkpoint", "behind"):
-        pending = gemini.save_checkpoint(tmp_path / "c", first, optimizer, wait=how == "checkpoint")
-        expected = copy.deepcopy(first.state_dict()) if how == "checkpoint" else None
-        losses = steps(first, optimizer, range(3, 6), precision)  # what is in place changes, while it is written
-        pending.wait()
-        steps(second, others, range(1), precision)
-        gemini.load_checkpoint(tmp_path / "c", second, others)
-        assert expected is None or same(expected, second.state_dict())
-    else:
-        state, states = first.state_dict(), optimizer.state_dict()
-        state = torch.load(_saved(state, tmp_path), weights_only=False)  # no part of a module is shared
-        losses = steps(first, optimizer, range(3, 6), precision)
-        if how == "optimizer first":
-            others.load_state_dict(states)
-        second.load_state_dict(state)
-        others.load_state_dict(states)
-    assert steps(second, others, range(3, 6), precision) == losses
-    assert_same_snapshot(snapshot(first), snapshot(second))
-    assert same(first.state_dict(), second.state_dict())
-
-
 def test_loading_reads_no_weights(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is given its params as they are, and leaves them so."""
-    model = wrap(nn.Sequential(Picky()), where, tmp_path)
-    optimizer = adam(model)
+    model, optimizer = trainable(nn.Sequential(Picky()), where, tmp_path)
     gemini.save_checkpoint(tmp_path / "c", model, optimizer)
     monkeypatch.setattr(ByName, "read", None)
     gemini.load_checkpoint(tmp_path / "c", model, optimizer)
 
 
-def _saved(state: Any, folder: Path) -> Path:
-    torch.save(state, folder / "state.pt")
-    return folder / "state.pt"
-
-
 def test_a_durable_store_has_it(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    store.mkdir()
-    model = gemini.GeminiDDP(Net(), durable(store))
+    memory = gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=tmp_path, durable=True)
+    placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+    model = gemini.GeminiDDP(Scaled(), gemini.GeminiConfig(device="cpu", memory=memory, placement=placement))
     optimizer = adam(model)
-    steps(model, optimizer, range(3))
-    gemini.save_checkpoint(store, model, optimizer)
+    train(model, optimizer, range(3), lambda model, seed: model(noise(2, 16, seed=seed)).float().square().mean())
+    gemini.save_checkpoint(tmp_path, model, optimizer)
     state = model.state_dict()
-    masters = {name: model.full_param(name, torch.float32) for name, _ in model.named_parameters()}
     del model, optimizer
-    again = wrap(Net(), "ram", tmp_path)
-    gemini.load_checkpoint(store, again, adam(again))
-    assert same(state, again.state_dict())
-    assert all(same_bits(again.full_param(name, torch.float32), master) for name, master in masters.items())
+    again = wrap(Scaled(), "ram", tmp_path)
+    gemini.load_checkpoint(tmp_path, again, adam(again))
+    assert again.seen == b"\xff" * 3 and same(state, again.state_dict())
 
 
 class Odd(nn.Linear):
@@ -239,11 +105,8 @@ def test_what_a_model_does_not_take_changes_nothing(where: str, tmp_path: Path) 
     """Neither in a checkpoint nor in load_state_dict, where more, less or another form of it was saved."""
 
     def start(**changes: Any) -> tuple[Any, Any]:
-        model = wrap(nn.Sequential(Picky()), where, tmp_path)
-        optimizer = adam(model)
-        model(noise(2, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        model, optimizer = trainable(nn.Sequential(Picky()), where, tmp_path)
+        step_on(model(noise(2, 4)).square().mean(), optimizer)
         for name, value in changes.items():
             setattr(model[0], name, value)
         return model, optimizer
@@ -279,8 +142,9 @@ def test_what_a_model_does_not_take_changes_nothing(where: str, tmp_path: Path) 
 
 def test_checkpoints_from_before_still_load(tmp_path: Path) -> None:
     """They have buffers by their first names, and nothing of modules: that is said."""
-    model = wrap(nn.Sequential(shared := nn.BatchNorm1d(4), Picky(), shared), "ram", tmp_path, precision="fp32")
-    optimizer = adam(model)
+    model, optimizer = trainable(
+        nn.Sequential(shared := nn.BatchNorm1d(4), Picky(), shared), "ram", tmp_path, precision="fp32"
+    )
     model(noise(3, 4, dtype=torch.float32)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 import gemini
 from tests.plain import adam_update
@@ -34,8 +33,10 @@ from tests.train.helpers import (
     same_bits,
     snapshot,
     squares,
+    step_on,
     train,
     train_plain,
+    trainable,
     wrap,
 )
 from tests.world import world_of
@@ -82,40 +83,6 @@ def test_plain_params_have_the_bits_of_the_reference(precision: str, decoupled: 
             assert same_bits(optimizer.state[param]["exp_avg"].view(-1), state[2])
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_one_update_agrees_with_torch(decoupled: bool) -> None:
-    ours, theirs = params(torch.float32), params(torch.float32)
-    # L2 is added to the gradient and may cancel it; an eps that is not tiny keeps such an element from mattering.
-    how: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-8 if decoupled else 1e-3}
-    stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **how)
-    optimizer = gemini.HybridAdam(ours, decoupled=decoupled, **how)
-    for step in range(3):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
-        optimizer.step()
-        stock.step()
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
-
-
-def test_adam_on_a_managed_model(where: str, tmp_path: Path) -> None:
-    model, plain = wrap(llama(), where, tmp_path), Plain(llama(), decoupled=False)
-    assert train(model, adam(model, decoupled=False), range(3)) == train_plain(plain, range(3))
-    assert_same_state(model, plain)
-
-
-def test_first_update_of_a_managed_model_agrees_with_torch(where: str, tmp_path: Path) -> None:
-    model, raw = wrap(llama(), where, tmp_path, precision="fp32"), llama()
-    train(model, adam(model), [0], clip=0.5)
-    on_batch(raw, 0).backward()
-    nn.utils.clip_grad_norm_(raw.parameters(), 0.5)
-    torch.optim.AdamW(raw.parameters(), lr=1e-2, weight_decay=0.1).step()
-    for name, param in raw.named_parameters():
-        # Where a gradient is about eps, its update turns on the last bits of the norm: those elements are few.
-        far = ~torch.isclose(model.full_param(name), param.detach(), rtol=1e-5, atol=1e-6)
-        assert far.float().mean() < 1e-3, name
-
-
 def test_closure_and_complex_uses() -> None:
     ours = params(torch.float32)
     optimizer = gemini.HybridAdam(ours, lr=1e-2)
@@ -134,40 +101,7 @@ def test_closure_and_complex_uses() -> None:
         gemini.HybridAdam(sparse.parameters()).step()
 
 
-def test_closure_on_a_managed_model(where: str, tmp_path: Path) -> None:
-    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
-    optimizer = adam(model)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = on_batch(model, 0)
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(3)]
-    assert losses == train_plain(plain, [0, 0, 0], clip=None)
-    assert_same_state(model, plain)
-
-
 # ---- groups ----------------------------------------------------------------------------------------------------------
-
-
-def test_groups_inside_one_chunk(where: str, tmp_path: Path) -> None:
-    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
-    fast = [(n, p) for n, p in model.named_parameters() if "q_proj" in n or "mlp.up" in n]
-    still = [(n, p) for n, p in model.named_parameters() if "norm" in n]
-    rest = [p for n, p in model.named_parameters() if all(p is not q for _, q in fast + still)]
-    assert len({world_of(model).by_names[n].chunk.spec.index for n, _ in fast + still}) < len(fast + still)
-    optimizer = gemini.HybridAdam(
-        [
-            {"params": rest},
-            {"params": [p for _, p in fast], "lr": 5e-2},
-            {"params": [p for _, p in still], "weight_decay": 0.0},
-        ],
-        lr=1e-2, weight_decay=0.1,
-    )  # fmt: skip
-    plain.of = {n: {"lr": 5e-2} for n, _ in fast} | {n: {"weight_decay": 0.0} for n, _ in still}
-    assert_trains_alike(model, optimizer, plain, range(3))
 
 
 @pytest.mark.parametrize("changed", ["lr", "weight_decay"])
@@ -182,17 +116,6 @@ def test_groups_that_begin_alike_and_part(changed: str, where: str, tmp_path: Pa
     optimizer.param_groups[1][changed] = 0.0
     plain.of = {name: {changed: 0.0} for name in names[1::2]}
     assert_trains_alike(model, optimizer, plain, range(2, 4), squares)
-
-
-def test_params_left_out_of_the_optimizer_stay(where: str, tmp_path: Path) -> None:
-    model = wrap(llama(), where, tmp_path)
-    before = snapshot(model)
-    optimizer = gemini.HybridAdam([p for n, p in model.named_parameters() if "layers.1" in n], lr=1e-2)
-    train(model, optimizer, range(2))
-    after = snapshot(model)
-    for name in before:
-        changed = any(not same_bits(before[name][kind], after[name][kind]) for kind in before[name])
-        assert changed == ("layers.1" in name), name
 
 
 def test_what_no_optimizer_owns_stays_clipped(where: str, tmp_path: Path) -> None:
@@ -278,41 +201,13 @@ def test_two_optimizers_on_one_model(where: str, tmp_path: Path) -> None:
     assert_same_state(model, plain)
 
 
-SCHEDULERS: dict[str, Any] = {
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=3e-2, total_steps=8),
-    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str, where: str, tmp_path: Path) -> None:
-    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
-    optimizer, stock = adam(model), torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-2, weight_decay=0.1)
-    ours, theirs = SCHEDULERS[name](optimizer), SCHEDULERS[name](stock)
-    for seed in range(5):
-        group = stock.param_groups[0]
-        plain.lr = group["lr"]
-        plain.hyper["betas"] = group["betas"]  # OneCycleLR moves them too
-        assert train(model, optimizer, [seed]) == train_plain(plain, [seed])
-        stock.step()
-        ours.step()
-        theirs.step()
-        assert ours.get_last_lr() == theirs.get_last_lr()
-    assert_same_state(model, plain)
-
-
 # ---- the state: torch's form in and out, by name, copied, looked at and forgotten ------------------------------------
 
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_state_dict_has_torchs_form_and_keeps_fp32(precision: str, where: str, tmp_path: Path) -> None:
-    model = wrap(llama(tied=True), where, tmp_path, precision=precision)
-    optimizer = adam(model)
+    model, optimizer = trainable(llama(tied=True), where, tmp_path, precision=precision)
     assert optimizer.state_dict()["state"] == {}
     train(model, optimizer, range(2))
     state = optimizer.state_dict()
@@ -337,40 +232,8 @@ def test_state_dict_has_torchs_form_and_keeps_fp32(precision: str, where: str, t
     assert_same_snapshot(snapshot(model), snapshot(fresh))
 
 
-def test_plain_bf16_params_keep_fp32_moments_through_a_round_trip() -> None:
-    one, two = params(torch.bfloat16), params(torch.bfloat16)
-    a, b = gemini.HybridAdam(one, lr=1e-2), gemini.HybridAdam(two, lr=1e-2)
-    give_gradients(one, 1)
-    a.step()
-    b.load_state_dict(a.state_dict())
-    for x, y in zip(one, two, strict=True):
-        y.data.copy_(x.data)
-        assert all(same_bits(a.state[x][k], b.state[y][k]) for k in ("step", "exp_avg", "exp_avg_sq", "residual"))
-    give_gradients(one, 2)
-    give_gradients(two, 2)
-    a.step()
-    b.step()
-    assert all(same_bits(x.detach(), y.detach()) for x, y in zip(one, two, strict=True))
-
-
-def test_loads_the_state_of_torchs_adamw(where: str, tmp_path: Path) -> None:
-    raw = llama()
-    stock = torch.optim.AdamW(raw.parameters(), lr=1e-2, weight_decay=0.1)
-    train(raw, stock, range(2), clip=None)
-    saved, weights = stock.state_dict(), {n: p.detach().clone() for n, p in raw.named_parameters()}
-    plain = Plain(raw, "fp32")
-    for name, state in zip(plain.states, saved["state"].values(), strict=True):
-        plain.states[name].update(step=2, exp_avg=state["exp_avg"].view(-1), exp_avg_sq=state["exp_avg_sq"].view(-1))
-    model = wrap(llama(), where, tmp_path, precision="fp32")
-    model.load_state_dict(weights)
-    optimizer = adam(model)
-    optimizer.load_state_dict(saved)
-    assert_trains_alike(model, optimizer, plain, [2])
-
-
 def test_a_state_of_other_groups_is_refused(where: str, tmp_path: Path) -> None:
-    model = wrap(llama(), where, tmp_path)
-    optimizer = adam(model)
+    model, optimizer = trainable(llama(), where, tmp_path)
     train(model, optimizer, [0])
     before, good = snapshot(model), optimizer.state_dict()
     every = list(model.parameters())
@@ -386,20 +249,8 @@ def test_a_state_of_other_groups_is_refused(where: str, tmp_path: Path) -> None:
     assert_same_snapshot(before, snapshot(model))
 
 
-def test_loading_an_empty_state_starts_anew(where: str, tmp_path: Path) -> None:
-    model = wrap(llama(), where, tmp_path)
-    optimizer = adam(model)
-    empty = optimizer.state_dict()
-    train(model, optimizer, range(2))
-    optimizer.load_state_dict(empty)
-    fresh = wrap(llama(), where, tmp_path)
-    fresh.load_state_dict(model.state_dict(dtype=torch.float32))
-    assert_same_snapshot(snapshot(model), snapshot(fresh))
-
-
 def test_full_state_by_name(where: str, tmp_path: Path) -> None:
-    model = wrap(llama(tied=True), where, tmp_path)
-    optimizer = adam(model)
+    model, optimizer = trainable(llama(tied=True), where, tmp_path)
     train(model, optimizer, range(2))
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         state = optimizer.full_state(name)
@@ -409,52 +260,12 @@ def test_full_state_by_name(where: str, tmp_path: Path) -> None:
         optimizer.full_state("no.such.param")
 
 
-def test_torchs_tools_for_state_dicts(where: str, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    model = wrap(llama(), where, tmp_path)
-    optimizer = adam(model)
-    train(model, optimizer, [0])
-    expected = model.state_dict()
-    found = get_model_state_dict(model)
-    assert found.keys() == expected.keys() and all(same_bits(found[n], expected[n]) for n in expected)
-    states = get_optimizer_state_dict(model, optimizer)
-    assert same_bits(states["state"][Q]["exp_avg"], snapshot(model)[Q]["exp_avg"])
-    for flat in (False, True):
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        states = get_optimizer_state_dict(model, optimizer, options=options)
-        fresh = wrap(llama(), where, tmp_path)
-        fresh.load_state_dict(model.state_dict(dtype=torch.float32))
-        set_optimizer_state_dict(fresh, adam(fresh), states, options=options)
-        assert_same_snapshot(snapshot(model), snapshot(fresh))
-
-
-def test_a_copy_of_an_optimizer_of_plain_params() -> None:
-    ours = params(torch.float32)
-    optimizer = gemini.HybridAdam(ours, lr=1e-2)
-    give_gradients(ours, 1)
-    optimizer.step()
-    twin = copy.deepcopy(optimizer)
-    theirs = twin.param_groups[0]["params"]
-    for one, some in ((optimizer, ours), (twin, theirs)):
-        give_gradients(some, 2)
-        one.step()
-    assert all(same_bits(a.detach(), b.detach()) and a is not b for a, b in zip(ours, theirs, strict=True))
-
-
 def test_a_plain_model_is_pickled_and_copied_with_its_optimizer(tmp_path: Path) -> None:
     """As with torch's own; the copy is as good as the first one, managed too."""
     raw = Blocks()
     optimizer = gemini.HybridAdam(raw.parameters(), lr=1e-2)
     noise_of = noise(2, 5, 32, dtype=torch.float32)
-    raw(noise_of).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_on(raw(noise_of).square().mean(), optimizer)
     for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
         model, twin = copied((raw, optimizer))
         assert twin.step_in_backward is False and twin.state.keys() == set(model.parameters())
@@ -595,35 +406,6 @@ def test_a_new_optimizer_has_the_bits_of_a_loop_with_a_new_one(where: str, preci
     assert_trains_alike(model, optimizer, plain, [4])
 
 
-@pytest.mark.parametrize("where", ["ram", "disk"])
-def test_it_is_a_new_optimizer_on_a_plain_model(where: str, tmp_path: Path) -> None:
-    """In fp32, where the master is the weight: HybridAdam itself, unmanaged, and torch's own."""
-    model, raw, stock = wrap(llama(), where, tmp_path, precision="fp32"), llama(), llama()
-    for seeds in ([0, 1], [2]):
-        ours, theirs = adam(model), adam(raw)
-        torchs = torch.optim.AdamW(stock.parameters(), lr=1e-2, weight_decay=0.1)
-        train(model, ours, seeds, clip=None)
-        train(raw, theirs, seeds, clip=None)
-        train(stock, torchs, seeds, clip=None)
-    for name, param in raw.named_parameters():
-        assert same_bits(model.full_param(name), param.detach()), name
-        far = ~torch.isclose(param.detach(), stock.get_parameter(name).detach(), rtol=1e-4, atol=1e-4)
-        assert far.float().mean() < 1e-2, name  # where a gradient is about eps its update turns on the last bits
-
-
-@pytest.mark.parametrize("where", ["ram", "disk"])
-def test_gradients_that_are_there_are_for_the_new_one(where: str, tmp_path: Path) -> None:
-    model, plain = wrap(Blocks(), where, tmp_path), Plain(Blocks())
-    train(model, adam(model), [0], squares, clip=None)
-    train_plain(plain, [0], squares, clip=None)
-    squares(model, 1).backward()
-    plain.backward(squares(plain.model, 1))
-    forget(plain)
-    adam(model).step()
-    plain.step()
-    assert_same_state(model, plain)
-
-
 @pytest.mark.parametrize("gradients", ["retain", "transient"])
 def test_a_new_one_that_steps_in_backward(gradients: str, tmp_path: Path) -> None:
     model, plain = wrap(Blocks(), "disk", tmp_path, gradients=gradients), Plain(Blocks())
@@ -732,9 +514,7 @@ def test_states_of_steps_before_the_wrap_are_adopted_from_the_last_owner(tmp_pat
     raw = Blocks()
     first, second = gemini.HybridAdam(raw.parameters()), gemini.HybridAdam(raw.parameters())
     for optimizer in (first, second, second):
-        squares(raw.bfloat16(), 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on(squares(raw.bfloat16(), 0), optimizer)
     model = wrap(raw, "ram", tmp_path)
     assert second.full_state("layers.0.weight")["step"] == 2
     with pytest.raises(gemini.GeminiError, match="given to another"):

@@ -20,7 +20,7 @@ import gemini
 from gemini import kernels
 from gemini.planning import rules as spec_rules
 from tests.train import test_adopt as adopted
-from tests.train.helpers import adam, assert_same_snapshot, llama, make_config, same_bits, snapshot, train, wrap
+from tests.train.helpers import adam, assert_same_snapshot, llama, same_bits, snapshot, train, wrap
 from tests.world import world_of
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -41,13 +41,6 @@ def by_modules(model: Any, optimizer: Any, weights: dict[str, Any], states: dict
         module.load_state_dict(own)
 
 
-def by_params(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
-    optimizer.load_state_dict(states)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(weights[name])
-
-
 def gathered(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
     optimizer.load_state_dict(states)
     for name, param in model.named_parameters():
@@ -61,13 +54,6 @@ def other_weights_between(model: Any, optimizer: Any, weights: dict[str, Any], s
     model.load_state_dict(weights)
 
 
-def twice(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
-    optimizer.load_state_dict(states)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(states)
-    model.load_state_dict(weights)
-
-
 def optimizer_first(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
     optimizer.load_state_dict(states)
     model.load_state_dict(weights)
@@ -78,22 +64,10 @@ def model_first(model: Any, optimizer: Any, weights: dict[str, Any], states: dic
     optimizer.load_state_dict(states)
 
 
-def as_torch_does(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
-    of_torch.set_state_dict(
-        model, optimizer, model_state_dict=weights, optim_state_dict=_named(model, states)
-    )  # fmt: skip
-
-
-def _named(model: Any, states: dict[str, Any]) -> dict[str, Any]:
-    names = [name for name, _ in model.named_parameters()]
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in states["param_groups"]]
-    return {"state": {names[i]: state for i, state in states["state"].items()}, "param_groups": groups}
-
-
+# More of them, and torch's own functions, are habits of drawn programs: test_programs.py.
 ORDERS: dict[str, Loads] = {
     f.__name__: f for f in (
-        optimizer_first, as_torch_does, in_parts, by_modules, by_params, gathered, other_weights_between, twice,
-        model_first,
+        optimizer_first, in_parts, by_modules, gathered, other_weights_between, model_first,
     )
 }  # fmt: skip
 
@@ -139,19 +113,6 @@ def test_compact_states_and_adopted_optimizers_too(
         assert same_bits(first.full_param(name, torch.float32), second.full_param(name, torch.float32)), name
 
 
-def test_a_flattened_state_of_torch(tmp_path: Path) -> None:
-    options = of_torch.StateDictOptions(flatten_optimizer_state_dict=True)
-    first = wrap(llama(), "ram", tmp_path)
-    train(first, optimizer := adam(first), range(2))
-    weights, states = of_torch.get_state_dict(first, optimizer, options=options)
-    second = wrap(llama(), "disk", tmp_path)
-    of_torch.set_state_dict(
-        second, others := adam(second), model_state_dict=weights, optim_state_dict=states, options=options
-    )
-    assert_same_snapshot(snapshot(first), snapshot(second))
-    assert train(second, others, [2]) == train(first, optimizer, [2])
-
-
 @pytest.mark.parametrize("flat", [False, True])
 def test_files_of_torch_distributed_checkpoint_into_a_new_run(flat: bool, tmp_path: Path) -> None:
     """The way of torch's own guide: the states of an optimizer without steps say what is to be loaded."""
@@ -191,13 +152,12 @@ def test_states_of_plain_params_without_steps(dtype: torch.dtype, tmp_path: Path
         assert all(same_bits(value, fresh.state[param][name]) for name, value in optimizer.state[param].items())
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_files_of_torch_distributed_checkpoint(older: bool, tmp_path: Path) -> None:
-    """``older``: of a Gemini that did not save which weights a residual is of."""
+def test_files_of_a_gemini_that_did_not_save_which_weights_a_residual_is_of(tmp_path: Path) -> None:
+    """Those that are there: the model's state comes first then."""
 
     def states_of(model: Any, optimizer: Any) -> dict[str, Any]:
         weights, states = of_torch.get_state_dict(model, optimizer)
-        for state in states["state"].values() if older else ():
+        for state in states["state"].values():
             del state["residual_of"]
         return {"model": weights, "optimizer": states}
 
@@ -207,13 +167,8 @@ def test_files_of_torch_distributed_checkpoint(older: bool, tmp_path: Path) -> N
     second = wrap(llama(), "disk", tmp_path)
     train(second, others := adam(second), [5])
     dcp.load(states := states_of(second, others), checkpoint_id=tmp_path / "files", no_dist=True)
-    if older:
-        of_torch.set_model_state_dict(second, states["model"])
-        of_torch.set_optimizer_state_dict(second, others, states["optimizer"])
-    else:
-        of_torch.set_state_dict(
-            second, others, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
-        )  # fmt: skip
+    of_torch.set_model_state_dict(second, states["model"])
+    of_torch.set_optimizer_state_dict(second, others, states["optimizer"])
     assert_same_snapshot(snapshot(first), snapshot(second))
     assert train(second, others, [2]) == train(first, optimizer, [2])
 
@@ -278,19 +233,6 @@ def test_states_of_other_weights_are_told(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once
         train(second, others, [3])
-
-
-def test_a_state_that_does_not_say_its_weights_completes_those_that_are_there(tmp_path: Path) -> None:
-    """As Gemini wrote it before: the model's state comes first then."""
-    first = wrap(llama(), "ram", tmp_path)
-    train(first, optimizer := adam(first), range(2))
-    states = optimizer.state_dict()
-    for state in states["state"].values():
-        del state["residual_of"]
-    second = gemini.GeminiDDP(llama(), make_config(llama(), "disk", tmp_path))
-    second.load_state_dict(first.state_dict())
-    adam(second).load_state_dict(states)
-    assert_same_snapshot(snapshot(first), snapshot(second))
 
 
 def test_plain_params_say_it_too(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.scaling import backward, clip_grads, make_step, new_scaler
 from tests.train import helpers
-from tests.train.helpers import batch, llama
+from tests.train.helpers import batch, llama, step_on
 from tests.world import world_of
 
 PLENTY = {"gpu": "64MiB", "cpu": "64MiB", "nvme": "64MiB"}
@@ -143,9 +143,7 @@ def test_many_cycles_grow_nothing(tmp_path: Path) -> None:
     world, sizes = world_of(model), set()
     for cycle in range(200):
         if cycle % 50 == 0:
-            model(**batch(cycle)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(model(**batch(cycle)).loss, optimizer)
         with parked(model):
             assert any(p.tier is Tier.NVME for c in world.chunks for p in c.planes.values())
         if cycle % 50 == 10:
@@ -199,9 +197,7 @@ def test_what_is_loaded_and_saved_inside_stays(tmp_path: Path) -> None:
             param.mul_(1.5)
     model, wanted = wrap(tmp_path, **HALF), wrap(tmp_path, other, **HALF)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
-    model(**batch(1)).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_on(model(**batch(1)).loss, optimizer)
     with model.parked():
         gemini.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
     saved = helpers.snapshot(model)
@@ -333,9 +329,7 @@ def test_windows_that_are_cut_out_of_one_piece(tmp_path: Path) -> None:
         pieces, optimizer = device.pieces, gemini.HybridAdam(model.parameters(), lr=1e-2)
         assert pieces is not None and pieces.num_bytes > 0
         for step in range(4):
-            model(**batch(step)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(model(**batch(step)).loss, optimizer)
             if parks:
                 with model.parked():
                     assert pieces.num_bytes == world_of(model).used(Tier.GPU) == 0

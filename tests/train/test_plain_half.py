@@ -22,6 +22,7 @@ from tests.train.helpers import (
     same_bits,
     snapshot,
     train_plain,
+    trainable,
     wrap,
 )
 from tests.world import world_of
@@ -38,13 +39,16 @@ def test_a_plain_backward_is_refused_before_a_gradient_is_kept(program: Any, whe
     """And the remedy works on the same model: the gradients of the stock loop, which never had a plain backward."""
     gives, loss_of = program
     model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), stock(gives)
-    extra: Extra = {}
+    own: Extra = {}
+    theirs: Extra = {}
     with pytest.raises(gemini.GeminiError, match=NOT_SCALED):
-        loss_of(model, extra, data()).backward()
+        loss_of(model, {}, data()).backward()
     assert all(model.full_grad(name) is None for name, _ in model.named_parameters())
-    gemini.GradScaler("cpu", init_scale=SCALE).scale(loss_of(model, {}, data())).backward()
-    torch.amp.GradScaler("cpu", init_scale=SCALE).scale(loss_of(plain, {}, data())).backward()
+    gemini.GradScaler("cpu", init_scale=SCALE).scale(loss_of(model, own, data())).backward()
+    torch.amp.GradScaler("cpu", init_scale=SCALE).scale(loss_of(plain, theirs, data())).backward()
     assert_same_grads(model, plain)
+    for name, tensor in own.items():
+        assert tensor.grad is not None and same_bits(tensor.grad, theirs[name].grad), name  # type: ignore[arg-type]
     world_of(model).check()
 
 
@@ -109,9 +113,6 @@ def test_gradients_with_respect_to_inputs_alone_are_torchs(where: str, tmp_path:
     world_of(model).check()
 
 
-# ---- backwards inside backwards --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_blocks(reentrant: bool, where: str, tmp_path: Path) -> None:
     """Reentrant checkpointing runs graphs of its own inside backward; they belong to the loss around them."""
@@ -143,8 +144,7 @@ def test_checkpointed_blocks(reentrant: bool, where: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_whole_model_in_a_reentrant_checkpoint(precision: str, tmp_path: Path) -> None:
     """Its first gradient lands in the inner backward; one that broke off before does not make the next one scaled."""
-    model = wrap(Toy("loss"), "ram", tmp_path, precision=precision)
-    optimizer = adam(model)
+    model, optimizer = trainable(Toy("loss"), "ram", tmp_path, precision=precision)
 
     def loss() -> torch.Tensor:
         return checkpoint(on_toy, model, 0, torch.zeros((), requires_grad=True), use_reentrant=True)

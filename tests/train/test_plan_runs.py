@@ -18,7 +18,7 @@ from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
 from tests import models
 from tests.planning.policies import check_plan
-from tests.train.helpers import manage
+from tests.train.helpers import manage, step_on
 from tests.world import world_of
 
 MAX_CHUNK = 4096
@@ -52,9 +52,7 @@ def wrap(there: dict[Tier, int], device: str, folder: Path, **settings: Any) -> 
 def steps(model: Any, optimizer: Any, num: int) -> list[dict[str, int]]:
     moved = []
     for step in range(num):
-        model(**models.make_batches(8, 1)[step][0]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on(model(**models.make_batches(8, 1)[step][0]).loss, optimizer)
         moved.append(model.memory_report()["moved"])
     return moved
 

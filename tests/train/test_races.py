@@ -10,9 +10,8 @@ import pytest
 
 from gemini.rules import Arrays
 from tests.hunts import fault_hunt, race_hunt
-from tests.hunts.fault_hunt import CASES, Child, step
-from tests.hunts.faults import KINDS, Faults
-from tests.world import world_of
+from tests.hunts.fault_hunt import Child
+from tests.hunts.faults import KINDS
 
 SEEDS = range(10_000, 10_025)  # not those of the hunt
 
@@ -97,29 +96,6 @@ def test_a_fault_anywhere(name: str, kind: str, summary: Callable[[str], None]) 
 
 def test_every_kind_is_met() -> None:
     assert {kind for _, kind in MET} == set(KINDS)
-
-
-@pytest.mark.parametrize("number", [1, 4])
-def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(number: int, tmp_path: Path) -> None:
-    """Python notices Ctrl-C where it next runs: in backward that is the start of the hook that takes a gradient."""
-    schedule, quiet = CASES["cpu, all in memory"], Faults("")
-    worlds = race_hunt.reference(schedule.recipe)[1]
-    model, optimizer = race_hunt.wrap(schedule, tmp_path)
-    backward, taken = world_of(model).backward, []
-    real = backward.take_grad
-
-    def interrupted(handle: object) -> None:
-        taken.append(handle)
-        if len(taken) == number:
-            raise KeyboardInterrupt
-        real(handle)
-
-    backward.take_grad = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        step(schedule.recipe, model, optimizer, 0, quiet)
-    optimizer.zero_grad()
-    step(schedule.recipe, model, optimizer, 0, quiet)
-    fault_hunt.same_world(schedule.recipe, model, optimizer, worlds[1], "after the step was made again")
 
 
 @pytest.mark.slow  # of test_interrupts.py much is quick

@@ -1,5 +1,6 @@
 """``model.recording()``: a real step as a timeline, which changes no bit and agrees with the reports."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.tiers import Tier
 from tests import models
 from tests.scaling import backward, clip_grads, make_step
-from tests.train.helpers import manage
+from tests.train.helpers import manage, step_on
 from tests.world import world_of
 
 WAYS = {Track.NVME_READ: "nvme->cpu", Track.NVME_WRITE: "cpu->nvme", Track.H2D: "cpu->gpu", Track.D2H: "gpu->cpu"}
@@ -147,20 +148,14 @@ def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) ->
         model = wrap("standin", tmp_path, precision=precision)
         optimizer, losses = adam(model), []
         for _ in range(2):
-            if records:
-                with model.recording() as recording:
-                    losses.append(loss_of(model))
-                    backward(model, losses[-1])
-                    norm = clip_grads(model, optimizer, 1.0)
-                    make_step(model, optimizer)
-                    optimizer.zero_grad()
-                check(recording.timeline, model)
-            else:
+            with model.recording() if records else nullcontext() as recording:
                 losses.append(loss_of(model))
                 backward(model, losses[-1])
                 norm = clip_grads(model, optimizer, 1.0)
                 make_step(model, optimizer)
                 optimizer.zero_grad()
+            if records:
+                check(recording.timeline, model)
         world = world_of(model)
         counts = (world.num_gathers, world.num_evictions, model.memory_report()["moved"])
         floats = [float(x.detach()) for x in (*losses, norm)]
@@ -272,9 +267,7 @@ def test_only_whole_steps_count(tmp_path: Path) -> None:
     waiting = loss_of(model)
     with model.recording() as recording:
         waiting.backward()
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on(loss_of(model), optimizer)
         with pytest.raises(gemini.GeminiError, match="no whole step"):
             _ = recording.timeline
         loss_of(model).backward()

@@ -19,7 +19,7 @@ import torch
 
 import gemini
 from gemini import replacing
-from tests.train.helpers import adam, wrap
+from tests.train.helpers import adam, failing, wrap
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
 
@@ -120,9 +120,6 @@ def test_killed_again_and_again_leaves_a_whole_checkpoint(tmp_path: Path, monkey
     assert any(".old" in key and "'ckpt'" not in key for key in states), "none was killed between the renames"
 
 
-# ---- where a checkpoint goes -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
@@ -211,38 +208,23 @@ def test_what_came_there_meanwhile_is_not_overwritten(
     assert (tmp_path / "ckpt" / "notes").exists() and os.listdir(tmp_path) == ["ckpt"]
 
 
-def test_a_disk_that_fails_at_the_end_leaves_the_old_one(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_at_the_end_leaves_the_old_one(machine: Machine, tmp_path: Path) -> None:
     """Every fsync and rename in turn: an error, and what was there; or no error, and the new one."""
     for name in ("fsync", "rename"):
         save(machine, tmp_path / "ckpt", 0)
-        for failing in range(20):
-            real, calls, error = getattr(os, name), 0, None
-
-            def call(*args: Any, real: Any = real, failing: int = failing) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls == failing + 1:
-                    raise OSError(5, "Input/output error")
-                return real(*args)
-
-            before = load(machine, tmp_path / "ckpt")
-            with monkeypatch.context() as patch:
-                patch.setattr(os, name, call)
+        for number in range(1, 21):
+            error, before = None, load(machine, tmp_path / "ckpt")
+            with failing(os, name, number, OSError(5, "Input/output error"), once=True) as calls:
                 try:
-                    save(machine, tmp_path / "ckpt", failing + 1)
+                    save(machine, tmp_path / "ckpt", number)
                 except gemini.StorageError as e:
                     error = e
-            assert load(machine, tmp_path / "ckpt") == (before if error else failing + 1), (name, failing)
+            assert load(machine, tmp_path / "ckpt") == (before if error else number), (name, number)
             assert not [path.name for path in tmp_path.iterdir() if "new" in path.name]
-            if calls <= failing:
+            if len(calls) < number:
                 break
         else:
             raise AssertionError("it never came to the last call")
-
-
-# ---- whose it is -----------------------------------------------------------------------------------------------------
 
 
 def test_a_number_that_lives_again_does_not_keep_a_leftover(machine: Machine, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import gemini
 from gemini.errors import BudgetExceeded, StorageError
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
-from tests.train.helpers import make_config, noise, same_bits, tight_bytes
+from gemini.train.engine import Engine
+from tests.train.helpers import failing, make_config, noise, same_bits, tight_bytes
 from tests.world import world_of
 
 WIDTH = 64
@@ -141,18 +142,11 @@ def test_a_model_that_ends_gives_its_room_back_and_one_that_fails_took_none(how:
     check(memory, [second])
 
 
-def test_a_wrap_that_breaks_off_late_took_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemini.train.engine import Engine
-
+def test_a_wrap_that_breaks_off_late_took_nothing() -> None:
     memory = gemini.SharedBudget(cpu="1MiB")
     kept = all_in_place(memory, judge)
     used = memory.report()["cpu"]["used"]
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    monkeypatch.setattr(Engine, "take_home", fail)
-    with pytest.raises(OSError, match="no") as error:
+    with failing(Engine, "take_home", 1, OSError("no")), pytest.raises(OSError, match="no") as error:
         all_in_place(memory, generator)
     assert memory.report()["cpu"]["used"] == used and error.value.__traceback__ is not None
     check(memory, [kept])

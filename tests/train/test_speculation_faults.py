@@ -19,7 +19,7 @@ from gemini.tiers import Tier
 from gemini.train.update.guess import HOLDER, Guess, GuessRecord
 from tests.plain import Plain
 from tests.scaling import backward, clip_grads, make_step, scaler_of
-from tests.train import test_durable
+from tests.train import helpers, test_durable
 from tests.train.guesses import (
     ALWAYS,
     GUESSES,
@@ -42,6 +42,7 @@ from tests.train.helpers import (
     noise,
     snapshot,
     squares,
+    step_on,
     train_plain,
 )
 from tests.train.test_interrupts import at_call, wait_for_ctrl_c
@@ -109,15 +110,6 @@ def test_a_step_that_fp16_skips_is_undone(where: str, tmp_path: Path, monkeypatc
         assert_same_snapshot(snapshot(runs[0][0]), snapshot(runs[1][0]))
     kept, undone = counts(runs[0][0])
     assert kept and undone
-
-
-def test_a_skipped_step_counts_as_wrong(tmp_path: Path) -> None:
-    model, optimizer = guessing(tmp_path, precision="fp16", make=OwnLoss)
-    for number, value in enumerate([float("inf"), 1.0]):
-        spoiled(model, number, layer=1, value=value)
-        make_step(model, optimizer)
-        optimizer.zero_grad()
-    assert counts(model) == (0, 3)
 
 
 # ---- faults and interrupts -------------------------------------------------------------------------------------------
@@ -340,9 +332,7 @@ def test_weights_that_a_graph_looks_at_are_those_of_its_forward(where: str, tmp_
         inputs = []
         for net, optimizer in runs:
             inputs.append(noise(2, 5, 32, seed=number).bfloat16().requires_grad_())
-            net(inputs[-1]).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(net(inputs[-1]).float().square().mean(), optimizer)
         assert torch.equal(inputs[0].grad, inputs[1].grad)
         assert_same_snapshot(*(snapshot(net) for net, _ in runs))
     assert begun == [3] * 3 and counts(model) == (9, 0)
@@ -399,19 +389,14 @@ def test_copies_go_when_a_guess_is_kept(tmp_path: Path) -> None:
     assert held(model) == sum(job.guess.num_bytes for job in jobs) == 0
 
 
-def test_a_spill_file_that_takes_nothing_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spill_file_that_takes_nothing_back_is_told(tmp_path: Path) -> None:
     """As when an update that counts breaks off."""
     model, optimizer = guessing(tmp_path, "spill file")
     squares(model, 0).backward()
     let_guesses_end(model)
-
-    def refuse(self: SpillFile, extents: Any) -> Any:
-        raise StorageError("the drive is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SpillFile, "begin_write", refuse)
-        with pytest.raises(StorageError, match="the drive is gone"):
-            optimizer.zero_grad()
+    gone = helpers.failing(SpillFile, "begin_write", 1, StorageError("the drive is gone"))
+    with gone, pytest.raises(StorageError, match="the drive is gone"):
+        optimizer.zero_grad()
     with pytest.raises(GeminiError, match="Load the last checkpoint"):
         train(model, optimizer, 1, NEVER)
     world_of(model).forget_updates()

@@ -95,9 +95,6 @@ def test_a_scope_in_a_scope_is_refused_and_one_that_fails_ends(tmp_path: Path) -
     world_of(model).check()
 
 
-# ---- the phases of a step --------------------------------------------------------------------------------------------
-
-
 def test_a_step_goes_through_its_phases() -> None:
     """A recomputation is a forward inside a backward; what ends in order leaves nothing to look for."""
     seen: list[tuple[bool, bool]] = []

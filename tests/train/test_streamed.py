@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from gemini.tiers import Tier
 from gemini.train.update import tiles
 from gemini.train.update import worker as update_worker
 from tests import models
-from tests.hunts import race_hunt
 from tests.train.helpers import manage, train
 from tests.world import world_of
 
@@ -72,35 +70,6 @@ def unruly(seed: int) -> StandinDevice:
 
 
 # ---- the same bits ---------------------------------------------------------------------------------------------------
-
-CASES = [
-    ("bf16", "retain", 1.0, {}),
-    ("bf16", "accumulate", 0.5, {}),
-    ("bf16", "retain", 1.0, {"weights_on_gpu": 1.0}),
-    ("bf16", "accumulate", 0.5, {"weights_on_gpu": 0.5, "optimizer_on_gpu": 0.3, "optimizer_on_nvme": 0.3}),
-    ("fp16", "retain", 1.0, {}),
-    ("fp16", "accumulate", 1.0, {"weights_on_gpu": 0.5}),
-    ("fp32", "retain", 0.5, {"weights_on_gpu": 0.4}),
-]
-
-
-@pytest.mark.sweep(every=3)
-@pytest.mark.parametrize("number", range(len(CASES) + 2))
-def test_clipped_and_accumulated_steps_are_the_plain_loop_s_bits(number: int, tmp_path: Path) -> None:
-    """Under a clock that lets copies end when they like, into memory full of NaN until then; two of them in turn."""
-    recipe_of, overlap = CASES[number % len(CASES)], number < len(CASES)
-    precision, gradients, fraction, homes = recipe_of
-    recipe = models.Recipe(precision, num_steps=3)
-    how = {"precision": precision, "gradients": gradients, "overlap": overlap}
-    device, gpu = unruly(number), "2MiB" if overlap else "1MiB"
-    model = wrap(tmp_path, device, gpu=gpu, homes={"updates_on_gpu": fraction, **homes}, **how)
-    world = world_of(model)
-    streams = [chunk for chunk in world.chunks if chunk.streamed]
-    assert (len(streams) == len(world.chunks)) == (fraction == 1.0)
-    run, _ = models.managed_loop(model, recipe, each_step=world.check)
-    models.assert_same(run, models.plain_loop("llama", recipe))
-    assert min(run.coefficients) < 1 and {"update in", "update out"} <= set(device._gate.order)
-    assert world.held(Tier.GPU, "staging") == world.problem.device_staging > 0
 
 
 @pytest.mark.parametrize(
@@ -155,22 +124,6 @@ def test_sums_that_went_to_the_spill_file_are_added_by_the_host(tmp_path: Path) 
     assert_same(model, other)
 
 
-@pytest.mark.slow  # test_races.py draws some quickly
-def test_random_schedules_give_the_bits_of_a_serial_run(tmp_path: Path) -> None:
-    """Some of tests/hunts/race_hunt.py, all with streamed updates; test_races.py draws them now and then."""
-    seen: Counter[str] = Counter()
-    for seed in range(20_000, 20_003):
-        drawn = race_hunt.draw(seed)
-        homes = ((0.0, 0.0, 0.0, 0.0), (0.6, 0.2, 0.2, 0.3))[seed % 2]
-        schedule = replace(drawn, device="standin", poison=True, homes=homes, updates_on_gpu=(1.0, 0.6)[seed % 2])
-        try:
-            seen += race_hunt.run(schedule, tmp_path)
-        except BaseException:
-            print(f"failed: {schedule}")
-            raise
-    assert seen["jobs of gemini-update"] > 10
-
-
 # ---- what the plan says ----------------------------------------------------------------------------------------------
 
 
@@ -215,16 +168,6 @@ def test_auto_streams_on_a_machine_whose_link_beats_its_host(tmp_path: Path) -> 
         assert step(model, first, number) == step(other, second, number)
         assert model.memory_report()["moved"] == by_name(world_of(model).plan.traffic)
     assert_same(model, other)
-
-
-def test_without_a_gpu_it_has_no_effect_and_says_so(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="no effect without a GPU"):
-        config = gemini.GeminiConfig(
-            memory=gemini.MemoryBudget(cpu="64MiB"), device="cpu",
-            placement=gemini.StaticPlacement(updates_on_gpu=1.0),
-        )  # fmt: skip
-        model = gemini.GeminiDDP(models.make_model("llama"), config)
-    assert not any(chunk.streamed for chunk in world_of(model).chunks)
 
 
 # ---- in a pipeline, and in order -------------------------------------------------------------------------------------

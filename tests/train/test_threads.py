@@ -21,7 +21,7 @@ import gemini
 from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
 from gemini.train import step
-from tests.train.helpers import ALL_PLACEMENTS, Blocks, adam, noise, same_bits, snapshot, squares, wrap
+from tests.train.helpers import ALL_PLACEMENTS, Blocks, adam, noise, same_bits, snapshot, squares, step_on, wrap
 from tests.world import world_of
 
 
@@ -150,9 +150,7 @@ def test_what_reads_and_writes_the_model_has_its_bits_while_others_evaluate(wher
         }  # fmt: skip
         for seed in range(5):
             found += [ways[name]() for name in chosen.sample(sorted(ways), 4)]
-            squares(model, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(squares(model, seed), optimizer)
         return found
 
     alone, model = (wrap(Blocks(), where, tmp_path, slack=2**16) for _ in range(2))
@@ -293,9 +291,7 @@ def test_backwards_inside_of_forwards_in_several_threads(
         with nullcontext() if how == "plain" else evaluated(model, num_others):
             for number in range(4):
                 loss = squares(model, number)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_on(loss, optimizer)
         results.append((loss.item(), squares(model, 9).item()))
     assert results[0] == results[1]
     world_of(model).check()

@@ -19,13 +19,14 @@ from gemini.memory.movement import transfers
 from gemini.memory.movement.transfers import Job, JobThread, Lane
 from gemini.memory.nvme import SpillFile
 from gemini.train.update import worker as update_worker
+from tests.train.helpers import failing
 from tests.train.test_updates import PLACES, Held, adam, backward, wrap
 from tests.world import world_of
 
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("reader", ["forward", "state_dict", "full_param", "step", "save"])
-def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path) -> None:
     model = wrap("nvme", tmp_path)
     optimizer = adam(model)
     backward(model, 0)
@@ -35,9 +36,6 @@ def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, mo
     reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
     backward(model, 1)
 
-    def full(self: SpillFile, extents: Any) -> Any:
-        raise StorageError("no space left")
-
     name = next(iter(reference))
     look: dict[str, Callable[[], Any]] = {
         "forward": lambda: backward(model, 2),
@@ -46,11 +44,10 @@ def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, mo
         "step": lambda: (model.memory_report(), optimizer.step()),
         "save": lambda: gemini.save_checkpoint(tmp_path / "other", model, optimizer),
     }
-    with monkeypatch.context() as patch:
-        patch.setattr(SpillFile, "begin_write", full)
-        with pytest.raises(StorageError, match="no space left"):
-            optimizer.step()
-            look[reader]()
+    full = failing(SpillFile, "begin_write", 1, StorageError("no space left"))
+    with full, pytest.raises(StorageError, match="no space left"):
+        optimizer.step()
+        look[reader]()
     with pytest.raises(GeminiError, match="Load the last checkpoint"):
         backward(model, 2)
     gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)

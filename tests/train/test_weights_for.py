@@ -20,7 +20,7 @@ from gemini.tiers import Tier
 from gemini.train.params.by_name import ByName
 from tests.integrations import peft_cases
 from tests.train import helpers
-from tests.train.helpers import llama
+from tests.train.helpers import llama, step_on
 from tests.train.test_parked import HALF, RESIDENT, assert_same, parked, wrap
 from tests.world import world_of
 
@@ -225,9 +225,7 @@ def run(path: Path, level: int | None, how: dict[str, Any]) -> tuple[Any, list[i
                 engine.sleep(level)
             most.append(engine.gpu_bytes + world.used(Tier.GPU))
         loss = model(input_ids=tokens, labels=tokens.clone()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on(loss, optimizer)
         loss = None
         del loss
     assert engine.host_bytes == (sum(p.nbytes for p in engine.model.parameters()) if level == 1 else 0)

@@ -1,5 +1,6 @@
 """What cannot be managed is refused at the wrap with its place, and a wrap that fails leaves the model as it was."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,11 +15,11 @@ from transformers import LlamaForCausalLM
 
 import gemini
 from gemini import GeminiConfig, GeminiDDP, GeminiError, MemoryBudget, StaticPlacement, StorageError
-from gemini.memory.nvme import FileTransfer, SpillFile
+from gemini.memory.nvme import SpillFile
 from gemini.train import ddp, wrap
 from gemini.train.passes import hooks
 from tests.train import helpers
-from tests.train.helpers import adam, llama, make_config, same_bits, snapshot, train
+from tests.train.helpers import adam, failing, llama, make_config, same_bits, snapshot, train
 from tests.world import is_managed, world_of
 
 Error = type[BaseException] | tuple[type[BaseException], ...]
@@ -222,43 +223,24 @@ def test_what_can_be_managed_computes_as_the_plain_loop(kind: str, tmp_path: Pat
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("moment", ["buffers are there", "first hook", "last hook", "class"])
+BREAKS: dict[str, tuple[Any, str, int]] = {
+    "buffers are there": (wrap, "prepare_layers", 1), "first hook": (hooks, "hook_around", 1),
+    "last hook": (hooks, "hook_around", 3),
+    "class": (ddp, "managed_class", 2),  # the first is the question whether it can be made
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", BREAKS)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_wrap_that_breaks_off_is_undone(
-    precision: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrap_that_breaks_off_is_undone(precision: str, moment: str, tmp_path: Path) -> None:
     """Frozen params lose bits in bf16 and float64 ones in any precision: they have all of them back."""
     model = Net(nn.BatchNorm1d(8))
     model.b.requires_grad_(False)
     model.a.double()
     before, values = looks(model), {name: value.clone() for name, value in model.state_dict().items()}
-    num, real = 0, hooks.hook_around
-
-    def breaks(*args: Any, **how: Any) -> Any:
-        nonlocal num
-        num += 1
-        if num == (3 if moment == "last hook" else 1):
-            raise KeyboardInterrupt
-        return real(*args, **how)
-
-    if moment == "class":
-        calls: list[Any] = []
-
-        def no_class(original: Any) -> Any:
-            calls.append(original)
-            if len(calls) > 1:  # the first is the question whether it can be made
-                raise KeyboardInterrupt
-            return original
-
-        monkeypatch.setattr(ddp, "managed_class", no_class)
-    elif moment == "buffers are there":
-        monkeypatch.setattr(wrap, "prepare_layers", breaks)
-    else:
-        monkeypatch.setattr(hooks, "hook_around", breaks)
-    with pytest.warns(UserWarning, match="float64"), pytest.raises(KeyboardInterrupt):
+    breaks = failing(*BREAKS[moment], KeyboardInterrupt())
+    with breaks, pytest.warns(UserWarning, match="float64"), pytest.raises(KeyboardInterrupt):
         gemini.GeminiDDP(model, config(tmp_path, precision=precision))
-    monkeypatch.undo()
-    assert moment == "class" or num > 0
     assert looks(model) == before
     for name, value in model.state_dict().items():
         assert value.dtype is values[name].dtype and torch.equal(value, values[name]), name
@@ -295,6 +277,11 @@ CONFIGS: dict[str, tuple[Callable[[Path], Any], Error, str]] = {
         lambda path: GeminiConfig(device="standin", memory=MemoryBudget(gpu="10KiB", cpu="1GiB")),
         gemini.BudgetExceeded,
         r"missing on gpu.*raise the gpu budget",
+    ),
+    "a GPU full of activations": (
+        lambda path: GeminiConfig(device="standin", memory=MemoryBudget(gpu="1MiB", cpu="1GiB"), activations="1020KiB"),
+        gemini.BudgetExceeded,
+        "missing on gpu.*raise the gpu budget to at least",
     ),
     "a small disk": (
         lambda path: cpu(cpu="800KiB", nvme="4KiB", nvme_path=path),
@@ -364,35 +351,22 @@ def test_the_named_gap_is_the_gap(tmp_path: Path) -> None:
     GeminiDDP(llama(), cpu(cpu=used))
 
 
-def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, start: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with refused_wrap(gemini.StorageError, r"No space left.*nvme") as (model, _):
-        GeminiDDP(model, make_config(llama(), "disk", tmp_path))
-
-
-def test_a_disk_that_fails_while_the_model_moves_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, num_writes = SpillFile.begin_write, 0
-
-    def failing(self: SpillFile, extents: Any) -> FileTransfer:
-        nonlocal num_writes
-        num_writes += 1
-        if num_writes > 3:
-            raise gemini.StorageError("the disk is gone")
-        return write(self, extents)
-
-    monkeypatch.setattr(SpillFile, "begin_write", failing)
-    with refused_wrap(gemini.StorageError, "gone") as (model, _):
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "error", "words"),
+    [
+        (os, "posix_fallocate", 1, OSError(28, "No space left on device"), "No space left.*nvme"),
+        (SpillFile, "begin_write", 4, StorageError("the disk is gone"), "gone"),
+    ],
+    ids=["too small", "fails while the model moves in"],
+)
+def test_a_disk(owner: Any, name: str, number: int, error: Exception, words: str, tmp_path: Path) -> None:
+    with failing(owner, name, number, error), refused_wrap(StorageError, words) as (model, _):
         GeminiDDP(model, make_config(llama(), "disk", tmp_path))
 
 
 def test_a_warning_when_a_setting_has_no_effect() -> None:
     with pytest.warns(UserWarning, match=r"gpu=.*no effect"):
         GeminiDDP(llama(), cpu(gpu="1GiB", cpu="1GiB"))
-    with pytest.warns(UserWarning, match="no effect"):
-        GeminiDDP(llama(), GeminiConfig(device="cpu", placement=StaticPlacement(weights_on_gpu=1.0)))
 
 
 def test_a_param_shared_by_two_wrapped_models(tmp_path: Path) -> None:
@@ -422,26 +396,12 @@ def test_sparse_gradients(tmp_path: Path) -> None:
     "error", [StorageError("the drive does not answer"), KeyboardInterrupt()], ids=["drive", "ctrl-c"]
 )
 @pytest.mark.parametrize("where", ["ram", "disk"])
-def test_a_release_that_breaks_off_changes_nothing(
-    where: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_breaks_off_changes_nothing(where: str, error: BaseException, tmp_path: Path) -> None:
     model, plain = (helpers.wrap(Net(), where, tmp_path, precision="fp32") for _ in range(2))
     optimizer, other = adam(model), adam(plain)
     x = torch.ones(2, 8)
-    by_names, reads = world_of(model).by_names, 0
-    real = by_names.read
-
-    def read(*args: Any) -> torch.Tensor:
-        nonlocal reads
-        reads += 1
-        if reads == 3:
-            raise error
-        return real(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(by_names, "read", read)
-        with pytest.raises(type(error)):
-            gemini.release(model)
+    with failing(world_of(model).by_names, "read", 3, error, once=True), pytest.raises(type(error)):
+        gemini.release(model)
     for _ in range(2):
         for managed, its in ((model, optimizer), (plain, other)):
             managed(x).backward()

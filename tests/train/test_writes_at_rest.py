@@ -17,7 +17,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gemini
-from tests.train.helpers import DTYPES, Blocks, Plain, adam, llama, noise, same_bits, squares, train, train_plain, wrap
+from tests.train.helpers import (
+    DTYPES,
+    Blocks,
+    Plain,
+    adam,
+    llama,
+    noise,
+    same_bits,
+    squares,
+    step_on,
+    train,
+    train_plain,
+    wrap,
+)
 from tests.world import world_of
 
 NAME = "layers.1.weight"
@@ -115,103 +128,6 @@ def test_the_values_of_torch(precision: str, where: str, tmp_path: Path) -> None
             with torch.no_grad():
                 ours.copy_(Blocks().get_parameter(NAME))  # fp32: masters have lower bits
             check(name, theirs)
-
-
-def steps_of(model: Any) -> Callable[[torch.Tensor], None]:
-    """A backward and an update, of a managed model or of the plain loop."""
-    optimizer = None if isinstance(model, Plain) else adam(model)
-
-    def step(loss: torch.Tensor) -> None:
-        if optimizer is None:
-            model.backward(loss)
-            model.step()
-        else:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
-
-
-@pytest.mark.parametrize("how", ["no_grad", "data", "foreach", "lerp of a graph", "state dict"])
-def test_a_target_network(how: str, where: str, tmp_path: Path) -> None:
-    """Averaged after every step, and read by the loss of the next one."""
-
-    def follow(online: Any, target: Any) -> None:
-        theirs, ours = list(online.parameters()), list(target.parameters())
-        if how == "no_grad":
-            with torch.no_grad():
-                for p, q in zip(theirs, ours, strict=True):
-                    q.mul_(0.9).add_(p, alpha=0.1)
-        elif how == "data":
-            for p, q in zip(theirs, ours, strict=True):
-                q.data.copy_(0.1 * p.data + 0.9 * q.data)
-        elif how == "foreach":
-            with torch.no_grad():
-                torch._foreach_lerp_(ours, theirs, 0.1)
-        elif how == "lerp of a graph":
-            for p, q in zip(theirs, ours, strict=True):
-                q.data.lerp_(p, 0.1)
-        else:
-            target.load_state_dict(online.state_dict())
-
-    def run(online: Any, target: Any, step: Callable[[torch.Tensor], None]) -> list[float]:
-        losses = []
-        for seed in range(4):
-            x = noise(2, 5, 32, seed=seed, dtype=torch.float32)
-            with torch.no_grad():
-                wanted = target(x)
-            loss = (online(x) - wanted - 0.1).square().mean()
-            step(loss)
-            follow(online, target)
-            losses.append(loss.item())
-        return losses
-
-    plain = Plain(Blocks(), "fp32")
-    there = copy.deepcopy(plain.model).requires_grad_(False)
-    expected = run(plain.model, there, steps_of(plain))
-    online = wrap(Blocks(), where, tmp_path, precision="fp32", slack=2**17)
-    target = wrap(Blocks().requires_grad_(False), where, tmp_path, precision="fp32", slack=2**17)
-    assert run(online, target, steps_of(online)) == expected
-    for name, value in there.named_parameters():
-        assert same_bits(target.full_param(name), value), name
-
-
-class ShadowWeights:
-    """An average beside the model that takes its place for an evaluation."""
-
-    def __init__(self, params: Any):
-        self.shadow = [p.clone().detach() for p in params]
-        self.kept: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def update(self, params: Any) -> None:
-        torch._foreach_sub_(self.shadow, torch._foreach_mul(torch._foreach_sub(self.shadow, list(params)), 0.1))
-
-    def show(self, params: Any) -> None:
-        self.kept = [p.detach().cpu().clone() for p in params]
-        for shadow, p in zip(self.shadow, params, strict=True):
-            p.data.copy_(shadow.data)
-
-    def restore(self, params: Any) -> None:
-        for kept, p in zip(self.kept, params, strict=True):
-            p.data.copy_(kept.data)
-
-
-def test_an_average_takes_the_place_of_weights_for_a_while(where: str, tmp_path: Path) -> None:
-    def run(model: Any, step: Callable[[torch.Tensor], None]) -> list[float]:
-        average, seen = ShadowWeights(list(model.parameters())), []
-        for seed in range(3):
-            step(model(noise(2, 5, 32, seed=seed, dtype=torch.float32)).square().mean())
-            average.update(model.parameters())
-            average.show(list(model.parameters()))
-            with torch.no_grad():
-                seen.append(model(noise(2, 5, 32, dtype=torch.float32)).sum().item())
-            average.restore(list(model.parameters()))
-        return seen
-
-    plain, model = Plain(Blocks(), "fp32"), wrap(Blocks(), where, tmp_path, precision="fp32", slack=2**17)
-    assert run(model, steps_of(model)) == run(plain.model, steps_of(plain))
 
 
 def test_gathered_write_needs_no_more(where: str, tmp_path: Path) -> None:
@@ -443,8 +359,6 @@ def test_they_may_be_read_inside_of_forward(where: str, tmp_path: Path) -> None:
         losses.append([])
         for _ in range(3):
             loss = net(x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(loss, optimizer)
             losses[-1].append(loss.item())
     assert losses[0] == losses[1]

@@ -15,7 +15,7 @@ import torch
 import gemini
 from gemini.planning.planes import GRAD
 from tests import models
-from tests.train.helpers import Blocks, adam, compare, llama, noise, on_batch, same_bits, squares, wrap
+from tests.train.helpers import Blocks, adam, compare, llama, noise, on_batch, same_bits, squares, step_on, wrap
 from tests.world import world_of
 
 
@@ -276,9 +276,7 @@ def test_every_change_is_announced(where: str, gradients: str, overlap: bool, tm
 
     def steps() -> None:
         for batch in BATCHES[:2]:
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(model(**batch).loss, optimizer)
 
     def by_name() -> None:
         model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})

@@ -24,10 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gemini
 from benchmarks._progress import run
 from gemini import GeminiConfig, GeminiDDP, GeminiError, HybridAdam, MemoryBudget, ParamAccessError, StaticPlacement
-from gemini.train.params.handle import optimizer_of
-from tests.scaling import clip_grads, make_step, scaler_of
 from tests.train import helpers
-from tests.train.helpers import Plain, adam, llama, noise, on_batch, same_bits, snapshot, train, wrap
+from tests.train.helpers import Plain, adam, llama, on_batch, same_bits, snapshot, train, wrap
 from tests.world import is_managed, world_of
 
 Error = type[BaseException] | tuple[type[BaseException], ...]
@@ -92,19 +90,6 @@ def step_with(stock: Any) -> Row:
     return do, GeminiError, "HybridAdam"
 
 
-def clip_with(clip: Callable[..., Any]) -> list[Row]:
-    words = r"model\.clip_grad_norm_"
-    return [
-        (lambda model: clip(model.parameters(), 1.0), GeminiError, words),
-        (lambda model: clip(list(model.parameters())[-1], 1.0), GeminiError, words),
-        (
-            lambda model: clip([p for p in model.parameters() if p.requires_grad], 1.0, foreach=False),
-            GeminiError,
-            words,
-        ),
-    ]
-
-
 def assign_gradient(model: Any) -> None:
     q(model).grad = torch.ones_like(q(model))
     adam(model).step()
@@ -158,7 +143,7 @@ REFUSED: dict[str, list[Row]] = {
             lambda model: fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,))),
             Exception,
             "(?i)managed|gemini",
-        ),
+        )
     ],
     "wrapping twice": [
         (lambda model: GeminiDDP(model), ValueError, r"managed already.*gemini\.release"),
@@ -185,13 +170,9 @@ REFUSED: dict[str, list[Row]] = {
     "AdamW": [step_with(torch.optim.AdamW)],
     "SGD": [step_with(torch.optim.SGD)],
     "Adagrad": [step_with(torch.optim.Adagrad)],
-    "torch's clipping": [
-        *clip_with(nn.utils.clip_grad_norm_),
-        *clip_with(nn.utils.clip_grad_value_),
-    ],
     "double backward": [(lambda model: on_batch(model, 5).backward(create_graph=True), GeminiError, "create_graph")],
     "gradients that never reach the chunks": [
-        (lambda model: torch.autograd.grad(on_batch(model, 5), list(model.parameters())), GeminiError, "(?i)grad"),
+        (lambda model: torch.autograd.grad(on_batch(model, 5), list(model.parameters())), GeminiError, "(?i)grad")
     ],
     "assigning a gradient": [(assign_gradient, GeminiError, r"loss\.backward\(\)")],
     "writes at rest": [
@@ -239,8 +220,6 @@ REFUSED: dict[str, list[Row]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_on_a_managed_model(what: str, model: Any, process_group: None) -> None:
-    if what == "torch's clipping":
-        on_batch(model, 5).backward()
     before = snapshot(model)
     refuse(REFUSED[what], model)
     assert model.to("cpu") is model and model.cpu() is model and model.to(model.device) is model
@@ -248,17 +227,6 @@ def test_on_a_managed_model(what: str, model: Any, process_group: None) -> None:
     helpers.assert_same_snapshot(before, snapshot(model))
     with torch.no_grad():
         assert model(**helpers.batch(9)).logits.isfinite().all(), "and it is served"
-
-
-def test_a_stock_grad_scaler(model: Any) -> None:
-    scaler, optimizer = torch.amp.GradScaler("cpu"), optimizer_of(q(model))
-    assert optimizer is not None
-    scaler.scale(on_batch(model, 5)).backward()
-    with pytest.raises(GeminiError, match=r"gemini\.GradScaler"):
-        scaler.step(optimizer)
-    with pytest.raises((GeminiError, RuntimeError, AssertionError)):
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -339,42 +307,11 @@ def test_modes_that_do_not_go_together(where: str, tmp_path: Path) -> None:
 # ---- what looks alike, and is right ----------------------------------------------------------------------------------
 
 
-def test_copy_under_no_grad_writes_the_master(model: Any) -> None:
-    """How ``load_state_dict`` writes: all bits of the value."""
-    before, value = model.full_param(Q, torch.float32), torch.randn(32, 32)
-    with torch.no_grad():
-        q(model).copy_(value)
-        assert same_bits(model.full_param(Q, torch.float32), value)
-        q(model).copy_(before)
-    assert same_bits(model.full_param(Q, torch.float32), before)
-
-
 def test_torch_tensor_of_a_param_at_rest(model: Any) -> None:
     """torch shows this read to nobody: the weights, or NaN, never garbage."""
     with torch.no_grad():
         unseen = torch.tensor(q(model))
         assert same_bits(unseen, model.full_param(Q)) or unseen.isnan().all()
-
-
-def test_a_loss_that_reads_weights_itself(model: Any) -> None:
-    """Outside of forward, with gradients on: as in torch, wherever the weights are."""
-    plain = llama().to(torch.bfloat16)
-    plain.load_state_dict(model.state_dict())
-    name = "model.embed_tokens.weight"
-    for use in (
-        lambda w: w.float().square().sum(),
-        lambda w: (w * 2).sum(),
-        lambda w: w.t()[:, :3].float().norm(),
-        lambda w: torch.stack([w, w]).float().std(),
-        lambda w: nn.functional.linear(noise(3, 32), w).sum(),
-    ):
-        ours, theirs = use(model.get_parameter(name)), use(plain.get_parameter(name))
-        assert same_bits(ours.detach(), theirs.detach())
-        ours.backward()
-        theirs.backward()
-        assert same_bits(model.full_grad(name), plain.get_parameter(name).grad)
-        model.zero_grad()
-        plain.zero_grad()
 
 
 def test_the_class_makes_ordinary_models(model: Any, tmp_path: Path) -> None:
@@ -445,15 +382,7 @@ VALUES: dict[str, tuple[Callable[[], Any], Error, str]] = {
     "a config": (lambda: GeminiDDP(cpu()), TypeError, "nn.Module"),
     "no params": (lambda: GeminiDDP(nn.Module()), ValueError, "no params"),
     "layers without params": (lambda: GeminiDDP(nn.Sequential(nn.ReLU(), nn.Dropout())), ValueError, "no params"),
-    **{
-        f"HybridAdam, {name}={value}": (
-            lambda name=name, value=value: HybridAdam(**{"params": params(), name: value}), ValueError, words,
-        )
-        for name, value, words in (
-            ("lr", -1.0, "lr"), ("lr", NAN, "lr"), ("eps", -1e-8, "eps"), ("betas", (1.0, 0.9), "betas"),
-            ("betas", (0.9,), "betas"), ("weight_decay", -0.1, "weight_decay"), ("params", [], "empty"),
-        )
-    },
+    "HybridAdam of nothing": (lambda: HybridAdam([]), ValueError, "empty"),
     **{
         f"HybridAdam, {name}=True": (
             lambda name=name: HybridAdam(params(), **{name: True}), TypeError, f"unexpected keyword argument {name!r}",
@@ -499,26 +428,6 @@ def test_a_bad_gradient_is_refused_before_anything_changed(
     helpers.assert_trains_alike(model, optimizer, plain, [1])
 
 
-def test_a_bad_gradient_in_fp16_skips_the_step(where: str, tmp_path: Path) -> None:
-    model = wrap(llama(), where, tmp_path, precision="fp16")
-    optimizer = adam(model)
-    train(model, optimizer, [0])
-    scaler = scaler_of(model)
-    before, scale = snapshot(model), scaler.get_scale()
-    for skipped in (1, 2):
-        with model.model.layers[2].register_forward_hook(lambda module, args, out: out * NAN):
-            scaler.scale(on_batch(model, 1)).backward()
-        clip_grads(model, optimizer, 1.0)
-        make_step(model, optimizer)
-        optimizer.zero_grad()
-        assert scaler.get_scale() == scale / 2**skipped
-        helpers.assert_same_snapshot(before, snapshot(model))
-    plain = Plain(llama(), "fp16", scale=scale)
-    helpers.train_plain(plain, [0])
-    plain.scale = scale / 4
-    helpers.assert_trains_alike(model, optimizer, plain, [1])
-
-
 # ---- params of other models ------------------------------------------------------------------------------------------
 
 
@@ -539,18 +448,6 @@ def test_an_optimizer_with_params_of_two_models(tmp_path: Path) -> None:
         both.step()
 
 
-def test_managed_and_plain_params_in_one_optimizer(where: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, head = wrap(llama(), where, tmp_path), nn.Linear(96, 4, dtype=torch.bfloat16)
-    optimizer = HybridAdam([*model.parameters(), *head.parameters()], lr=1e-2)
-    before = head.weight.detach().clone()
-    head(model(torch.tensor([[1, 2, 3]])).logits).float().square().mean().backward()
-    optimizer.step()
-    assert not torch.equal(head.weight, before) and world_of(model).by_names[Q].num_steps == 1
-    optimizer.zero_grad()
-    assert head.weight.grad is None
-
-
 ALONE = """
 import torch, gemini
 memory = gemini.MemoryBudget(cpu="1MiB")
@@ -564,6 +461,7 @@ except gemini.GeminiError as e:
 """
 
 
+@pytest.mark.slow  # it starts an interpreter
 def test_torchs_optimizer_is_refused_where_ours_was_never_looked_at(tmp_path: Path) -> None:
     result = run([sys.executable, "-c", ALONE], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert "SGD cannot update 'weight'" in result.stdout, result.stdout + result.stderr
@@ -612,15 +510,6 @@ def test_paths_of_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert memory.nvme_path == tmp_path / "spill"
     config = GeminiConfig(memory=memory, placement=StaticPlacement(weights_on_nvme=1.0))
     assert world_of(GeminiDDP(nn.Linear(8, 8), config)).spill.directory == tmp_path / "spill"
-    (tmp_path / "file").touch()
-    for path, words in (
-        ("nowhere", "nowhere is not"),
-        (tmp_path / "file", "file is not"),
-        ("/proc", r"/proc cannot be"),
-    ):
-        memory = MemoryBudget(cpu="16MiB", nvme="16MiB", nvme_path=path)
-        with pytest.raises(gemini.StorageError, match=f"nvme_path .*{words}"):
-            GeminiDDP(nn.Linear(8, 8), GeminiConfig(memory=memory))
 
 
 def test_an_unfrozen_model_that_is_only_evaluated() -> None:
