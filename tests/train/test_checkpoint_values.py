@@ -304,8 +304,8 @@ def test_every_plain_dtype_comes_back_bit_by_bit(wait: bool, tmp_path: Path) -> 
         for dtype in PLAIN
     }
     raw = Holder()
-    for dtype in PLAIN:
-        raw.register_buffer(str(dtype).partition(".")[2], of_dtype(dtype, 4))
+    for number, dtype in enumerate(PLAIN):
+        raw.register_buffer(f"held_{number}", of_dtype(dtype, 4))
     model, optimizer = trainable(raw, "ram", tmp_path)
     kept = [buffer.clone() for buffer in model.buffers()]
     gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, extra=extra, wait=wait).wait()

@@ -49,6 +49,11 @@ def make_optimizer(model: Any, which: str, **how: Any) -> gemini.HybridOptimizer
     return rules.make_optimizer(model, EXACT[which], **how)
 
 
+def managed(config: gemini.GeminiConfig, which: str, **how: Any) -> tuple[Any, gemini.HybridOptimizer]:
+    model = gemini.GeminiDDP(make_model(), config)
+    return model, make_optimizer(model, which, **how)
+
+
 def group_of(which: str) -> dict[str, Any]:
     rule = EXACT[which]
     own = {"lr": 2e-3, "weight_decay": 0.1} if which == "adam" else rules.HYPERS[type(rule)]
@@ -157,8 +162,7 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
     plain = plain_loop(which, range(3), clip)
     config = config_for(which, **rules.settings_of(told, tmp_path))
     with models.tiles_of(monkeypatch, None if told == "in memory" else 4096):
-        model = gemini.GeminiDDP(make_model(), config)
-        optimizer = make_optimizer(model, which, step_in_backward="transient" in told)
+        model, optimizer = managed(config, which, step_in_backward="transient" in told)
         assert train(model, optimizer, range(3), clip) == plain["losses"]
         assert_same(model, plain)
     if told == "on nvme":  # all but scales
@@ -172,13 +176,11 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, tmp_path: Path) -> None:
     plain = plain_loop(which, range(4))
     config = config_for(which, **rules.settings_of("on nvme", tmp_path))
-    model = gemini.GeminiDDP(make_model(), config)
-    optimizer = make_optimizer(model, which)
+    model, optimizer = managed(config, which)
     losses = train(model, optimizer, range(2), None)
     gemini.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
     for again in (config, config_for(which, max_chunk=64)):
-        other = gemini.GeminiDDP(make_model(), again)
-        resumed = make_optimizer(other, which)
+        other, resumed = managed(again, which)
         gemini.load_checkpoint(tmp_path / "checkpoint", other, resumed)
         assert losses + train(other, resumed, range(2, 4), None) == plain["losses"]
         assert_same(other, plain)
@@ -189,8 +191,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, tmp_path
 
 def saved(states: str, which: str, path: Path, **how: Any) -> tuple[Any, Any]:
     """A model after three steps that is saved to ``path``, and its optimizer."""
-    model = gemini.GeminiDDP(make_model(), config_for(which, states=states, **how))
-    optimizer = make_optimizer(model, which)
+    model, optimizer = managed(config_for(which, states=states, **how), which)
     train(model, optimizer, range(3), None)
     gemini.save_checkpoint(path, model, optimizer)
     return model, optimizer
@@ -204,8 +205,7 @@ def test_exact_states_become_compact_and_it_is_said_what_they_lost(
     exact, before = saved("exact", which, tmp_path / "exact")
     how = rules.settings_of("on nvme", tmp_path) if where == "nvme" else {}
     with models.tiles_of(monkeypatch, 4096):
-        model = gemini.GeminiDDP(make_model(), config_for(which, **how))
-        optimizer = make_optimizer(model, which)
+        model, optimizer = managed(config_for(which, **how), which)
         with pytest.warns(UserWarning, match=r"saved with exact states.* masters have 24 bits"):
             gemini.load_checkpoint(tmp_path / "exact", model, optimizer)
     for name, _ in model.named_parameters():
@@ -234,8 +234,7 @@ def test_compact_states_become_exact_and_lose_nothing(
     which: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     coded, before = saved("compact", which, tmp_path / "compact")
-    model = gemini.GeminiDDP(make_model(), config_for(which, states="exact", **rules.settings_of("on nvme", tmp_path)))
-    optimizer = make_optimizer(model, which)
+    model, optimizer = managed(config_for(which, states="exact", **rules.settings_of("on nvme", tmp_path)), which)
     gemini.load_checkpoint(tmp_path / "compact", model, optimizer)
     assert not [w for w in recwarn if "states" in str(w.message)]
     for name, _ in model.named_parameters():
@@ -281,8 +280,7 @@ def test_compact_states_of_another_form_are_refused_and_nothing_changes(
 
 
 def test_a_state_dict_is_torchs_and_goes_both_ways(tmp_path: Path) -> None:
-    model = gemini.GeminiDDP(make_model(), config_for("adam"))
-    optimizer = make_optimizer(model, "adam")
+    model, optimizer = managed(config_for("adam"), "adam")
     train(model, optimizer, range(3), None)
     state = optimizer.state_dict()
     stock = torch.optim.AdamW([nn.Parameter(torch.zeros_like(p)) for p in make_model().parameters()])

@@ -25,6 +25,7 @@ from tests.train.helpers import (
     Blocks,
     adam,
     assert_same_snapshot,
+    failing,
     llama,
     make_config,
     manage,
@@ -196,15 +197,8 @@ def test_allocations_all_over_a_step(whole: bool, kind: str, make: Callable[[], 
 
 def refuse_next(owner: Any, name: str, number: int = 1) -> Any:
     """The next call of a function, or the one so many later, runs out of memory, and those behind it do not."""
-    real, calls = getattr(owner, name), list[int]()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == number:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB. GPU 0 has")
-        return real(*args, **kwargs)
-
-    return mock.patch.object(owner, name, call)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB. GPU 0 has")
+    return failing(owner, name, number, error, once=True)
 
 
 def roomy(model: nn.Module, path: Path, **how: Any) -> Any:

@@ -164,6 +164,11 @@ def make_optimizer(model: nn.Module, rule: UpdateRule, **how: Any) -> gemini.Hyb
     return gemini.HybridOptimizer(groups_of(model, rule), rule, **HYPERS.get(type(rule), {}), **how)
 
 
+def managed(config: gemini.GeminiConfig, rule: UpdateRule, **how: Any) -> tuple[Any, gemini.HybridOptimizer]:
+    model = gemini.GeminiDDP(make_model(), config)
+    return model, make_optimizer(model, rule, **how)
+
+
 def groups_of(model: nn.Module, rule: UpdateRule) -> Any:
     return muon_groups(model, lr=1e-3) if isinstance(rule, MuonRule) else model.parameters()
 
@@ -267,8 +272,7 @@ def test_a_rule_trains_on_nvme_with_the_bits_of_its_plain_loop(
 ) -> None:
     rule = EVERY[which]
     plain = plain_loop(rule, precision, range(3), clip=0.1)
-    model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, precision, overlap=overlap))
-    optimizer = make_optimizer(model, rule)
+    model, optimizer = managed(config_for(rule, tmp_path, precision, overlap=overlap), rule)
     assert train(model, optimizer, range(3), 0.1) == plain["losses"]
     assert_same(model, plain)
     tiers = {kind: {chunk.planes[kind].tier for chunk in world_of(model).chunks} for kind in rule.spec.kinds[2:]}
@@ -292,8 +296,7 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
         tile = None if told in ("in memory", "in slabs") else rule.spec.align
         monkeypatch.setattr(rules, "_SLAB", 2048 if told == "in slabs" else 2**20)
         with models.tiles_of(monkeypatch, tile):
-            model = gemini.GeminiDDP(make_model(), config)
-            optimizer = make_optimizer(model, rule, step_in_backward="transient" in told)
+            model, optimizer = managed(config, rule, step_in_backward="transient" in told)
             assert train(model, optimizer, range(2), None) == plain["losses"], told
             assert_same(model, plain)
 
@@ -323,8 +326,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, precisio
     rule = EVERY[which]
     plain = plain_loop(rule, precision, range(4), clip=None)
     config = config_for(rule, tmp_path, precision)
-    model = gemini.GeminiDDP(make_model(), config)
-    optimizer = make_optimizer(model, rule)
+    model, optimizer = managed(config, rule)
     losses = train(model, optimizer, range(2), None)
     gemini.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
     in_memory = gemini.GeminiConfig(precision=precision, device="cpu", optimizer=rule, max_chunk=64)
