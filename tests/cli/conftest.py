@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gemini.jobs import planner
+from gemini.jobs.settings import TraceSettings
+from gemini.planning.trace import MemoryTrace
 from tests.cli.commands import Command
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planning"))  # the traces that are made by arithmetic
@@ -26,6 +31,23 @@ def quiet_transformers() -> None:
 def terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is printed is folded at the width of the terminal, and tests must not depend on whose that is."""
     monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traced_once() -> Iterator[None]:
+    """Plans for the same step share a trace, though each test has its config in a file of its own."""
+    take, made = planner.take_trace, dict[Any, MemoryTrace]()
+
+    def once(settings: TraceSettings) -> MemoryTrace:
+        path = Path(settings.config or "")
+        key = replace(settings, config=path.read_text() if path.is_file() else str(path), out=None, json=False)
+        if key not in made:
+            made[key] = take(settings)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "take_trace", once)
+        yield
 
 
 @pytest.fixture

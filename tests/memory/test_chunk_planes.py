@@ -12,7 +12,7 @@ from memory_cases import MASTER, World
 
 from gemini import kernels
 from gemini.ledger import Ledger
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, make_plane
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, MemoryPlane, make_plane
 from gemini.memory.devices.device import CpuDevice, Device
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.movement.mover import Mover, tiles
@@ -90,28 +90,6 @@ def test_views_are_where_one_can_work(device: Device, spill: SpillFile) -> None:
             if view is not None:
                 view.fill_(2)
                 assert isinstance(plane, MemoryPlane) and plane.tensor[:9].tolist() == [0, 0, 0, 2, 2, 2, 2, 0, 0]
-
-
-def loaded(plane: FilePlane, start: int) -> torch.Tensor:
-    size = plane.dtype.itemsize
-    into = host_bytes((2 * ALIGN - start) * size).view(plane.dtype)
-    plane.load(start, 2 * ALIGN, into)
-    return into
-
-
-def test_file_planes_do_not_touch_each_other_and_give_back(spill: SpillFile) -> None:
-    planes = [FilePlane(spill, 2 * ALIGN, dtype) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
-    contents = [numbers(2 * ALIGN, plane.dtype, seed) for seed, plane in enumerate(planes)]
-    for plane, content in zip(planes, contents, strict=True):
-        plane.store(0, 2 * ALIGN, content)
-    for plane, content in zip(planes, contents, strict=True):
-        assert torch.equal(bits(loaded(plane, 0)), bits(content))
-        assert torch.equal(bits(loaded(plane, ALIGN)), bits(content[ALIGN:]))
-    planes[0].give_back()
-    again = FilePlane(spill, 2 * ALIGN, torch.bfloat16)
-    again.store(0, 2 * ALIGN, numbers(2 * ALIGN, torch.bfloat16, 9))
-    for plane, content in zip(planes[1:], contents[1:], strict=True):
-        assert torch.equal(bits(loaded(plane, 0)), bits(content))
 
 
 def test_a_tile_is_a_whole_norm_tile() -> None:

@@ -81,51 +81,6 @@ def test_a_block_is_written_after_its_last_use_and_after_nothing_else(runtime: R
         compute(first)
 
 
-def test_a_copy_that_nobody_waited_for_keeps_its_block(runtime: Runtime, device: CudaDevice) -> None:
-    first, second = (make_window(runtime, device, name, 8 * PAGE) for name in "ab")
-    first.populate()
-    fetch(runtime, device, first)
-    device.copy(host(runtime), on_card(first), "evict", behind_computing=False)
-    first.depopulate()
-    second.populate()
-    compute(second)  # the computing stream itself has to wait for both
-    device.copy(on_card(second), host(runtime), "store", behind_computing=False)
-
-
-def test_blocks_that_were_joined_or_cut_keep_their_order(runtime: Runtime, device: CudaDevice) -> None:
-    small = [make_window(runtime, device, name, 4 * PAGE) for name in "abcd"]
-    for window in small:
-        window.populate()
-        fetch(runtime, device, window).wait_on_device()
-        compute(window)
-    for window in small[1:3]:
-        window.depopulate()
-    large = make_window(runtime, device, "large", 8 * PAGE)
-    large.populate()
-    assert bytes_of(large).data_ptr() == 2**20 + 4 * PAGE, "two blocks made one"
-    fetch(runtime, device, large).wait_on_device()
-    compute(large)
-    large.depopulate()
-    for window in small[1:3]:
-        window.populate()
-        fetch(runtime, device, window)
-
-
-def test_windows_of_two_computing_streams(runtime: Runtime, device: CudaDevice) -> None:
-    first, second = (make_window(runtime, device, name, 8 * PAGE) for name in "ab")
-    first.populate()
-    fetch(runtime, device, first).wait_on_device()
-    with runtime.stream(runtime.Stream(name="the program's")):
-        device.mark()
-        fetched = fetch(runtime, device, first)
-        fetched.wait_on_device()
-        compute(first)
-    first.depopulate()
-    second.populate()
-    compute(second)
-    in_thread(lambda: fetch(runtime, device, second))
-
-
 def test_a_stream_that_reads_what_is_there_already_is_known(runtime: Runtime, device: CudaDevice) -> None:
     first, second = (make_window(runtime, device, name, 8 * PAGE) for name in "ab")
     first.populate()
