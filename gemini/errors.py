@@ -36,9 +36,7 @@ class BudgetExceeded(GeminiError):
 
 
 class IllegalTransition(GeminiError):
-    """A chunk or a plane was asked for a change that the table in ``gemini.memory.chunks.chunk`` does not allow: a
-    bug.
-    """
+    """A chunk or a plane was asked for what the table in ``gemini.memory.chunks.chunk`` does not allow: a bug."""
 
 
 class PlanMismatch(GeminiError):

@@ -119,8 +119,7 @@ class Ledger:
     def __init__(self, budgets: dict[Tier, int], pool: Pool | None = None):
         self._accounts = {tier: _Account(budget) for tier, budget in budgets.items()}
         # An RLock: the garbage collector may end the model inside of `on_change` or `holders`, which gives memory back
-        # in the same thread. Between what `take` reads and what it writes nothing is allocated that the collector
-        # counts.
+        # in this thread. Between what `take` reads and what it writes nothing is allocated that the collector counts.
         self._lock = threading.RLock() if pool is None else pool.lock
         self.on_change: Callable[[Tier, Mapping[str, int]], None] | None = None
         """Told of every change, what the holders that changed hold now; it must not ask back."""

@@ -143,8 +143,7 @@ def patience(what: Callable[[], str], *, is_elsewhere: bool = False) -> Iterator
     limit = GIVE_UP_DEVICE_LOOKS if is_elsewhere else GIVE_UP_LOOKS
     seen, idle = PROGRESS.count, 0
     while True:
-        # Any change starts the count anew, also of other models: a slow drive is no fault as long as it moves
-        # something.
+        # Any change starts the count anew, also of other models: a slow drive is no fault while it moves something.
         has_moved = PROGRESS.count != seen or (PROGRESS.is_elsewhere and not is_elsewhere)
         seen, idle = PROGRESS.count, 0 if has_moved else idle + 1
         seconds = idle * LOOK_SECONDS

@@ -445,8 +445,7 @@ def demo(asked: DemoSettings, console: Console) -> int:
             "lr_scheduler_type": "cosine",
             "gradient_checkpointing": "false",
             "use_cpu": not torch.cuda.is_available(),
-            # A part of what weights and states take in bf16 with Adam, 12 bytes for each param; room for all and
-            # gradients.
+            # A part of what weights and states take in bf16 with Adam, 12 bytes for each param; room for all.
             "cpu_memory": asked.cpu_memory or int(0.15 * 12 * _PARAMS),
             "nvme_memory": 16 * _PARAMS,
             "nvme_path": asked.nvme_path or own_folder,

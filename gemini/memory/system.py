@@ -69,8 +69,7 @@ def cache_bytes(cpus: Path = _CACHES) -> int:
         except (OSError, ValueError):
             continue
         if size.endswith("K"):
-            # By the list of processors that share it: each of them describes the same cache once more, which must count
-            # once.
+            # By the list of processors that share it: each describes the same cache once more, which must count once.
             levels.setdefault(level, {})[shared_by] = int(size[:-1]) * 1024
     return sum(levels[max(levels)].values()) if levels else 0
 

@@ -209,8 +209,7 @@ class Stage(nn.Module):
                 with _standing_in(self.__dict__["model"], self.stand_ins):
                     output = self.__dict__["model"](**batch)
             except Exception:
-                # What comes after the blocks may look for what a block has left somewhere, and nobody needs what it
-                # gives.
+                # What comes after the blocks may look for what a block has left, and nobody needs what it gives.
                 if self._exit is None or self._exit.__dict__["seen"] is None:
                     raise
             if self._exit is None:

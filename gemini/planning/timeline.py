@@ -13,9 +13,7 @@ from gemini.tiers import BOUNDARIES, FILED, Tier
 
 
 class Track(Enum):
-    """A unit that works on one thing at a time: the processor that computes, a copy direction, a drive, a kind of
-    communication.
-    """
+    """A unit that works on one thing at a time: what computes, a copy direction, a drive, a kind of communication."""
 
     _ignore_ = "_tier _way"
     COMPUTE = "compute"

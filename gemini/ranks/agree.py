@@ -147,8 +147,7 @@ class Handshake:
 
     def _told(self, group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
         """What ``work`` gives on each rank."""
-        # A failure is kept until the others have heard of it: raised here, they would wait for this rank until the
-        # timeout.
+        # A failure is kept until the others have heard of it: raised here, they would wait until the timeout.
         given: T | None = None
         failure: BaseException | None = None
         try:

@@ -85,9 +85,7 @@ def place_in(mesh: DeviceMesh, *names: str) -> int:
 
 
 def ranks_along(mesh: DeviceMesh, *names: str) -> list[int]:
-    """The global ranks, ascending, that differ from this one in these dims alone. Raises ValueError if this process is
-    not in the mesh.
-    """
+    """The global ranks, ascending, that differ from this one in these dims alone. ValueError: it is not in the mesh."""
     here = (mesh.mesh == dist.get_rank()).nonzero()
     if not len(here):
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh, which has ranks {mesh.mesh.flatten().tolist()}")

@@ -147,9 +147,7 @@ class ManagedAdapters:
                 layer.unmerge()
 
     def load_adapter(self, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        """As in PEFT, into an adapter that is there; a new one is refused (GeminiError). Its dtype stays that of the
-        model.
-        """
+        """As in PEFT, into an adapter that is there; a new one is refused (GeminiError). Its dtype stays."""
         if adapter_name not in self.peft_config:
             raise _refusal(f"load_adapter(..., {adapter_name!r})")
         # PEFT would cast the adapter's params to fp32, which chunks refuse.

@@ -83,8 +83,7 @@ class GeminiDDP(nn.Module):
                 f"GeminiDDP() got an unexpected keyword argument {', '.join(map(repr, sorted(unknown)))}: settings are "
                 "fields of the config, GeminiDDP(model, gemini.GeminiConfig(...))"
             )
-        # It returns `model` itself, whose class is managed by then, so Python calls `__init__` on it: which does
-        # nothing.
+        # It returns `model` itself, whose class is managed by then, so Python calls its `__init__`: which does nothing.
         return _wrap(*args, **kwargs)
 
     def __init__(self, model: nn.Module | None = None, config: GeminiConfig | None = None, **ranks: Any) -> None:
@@ -486,9 +485,7 @@ class GeminiDDP(nn.Module):
 
 
 def managed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that is both ``original`` and ``GeminiDDP``; one per original class, with its name: configs and
-    reprs do not change.
-    """
+    """Return the class that is both ``original`` and ``GeminiDDP``; one per original, with its name."""
     return _make_class(original)  # type: ignore[arg-type]
 
 

@@ -316,8 +316,7 @@ class Recording:
         # Last: `drain` and hooks of graphs go by it.
         self._is_open = True
         try:
-            # Only if nothing was raised: after an interrupt a wait for updates might raise again, and hide the first
-            # error.
+            # Only if nothing was raised: after an interrupt a wait might raise again, and hide the first error.
             yield self
             self.drain()
         finally:

@@ -51,8 +51,7 @@ class Changes(list[Undo]):
     def undo(self, model: nn.Module) -> None:
         """Take all back, the last change first; an error in one keeps none of the others from it."""
         with ExitStack() as stack:
-            # An ExitStack runs its callbacks in reverse, all of them, and raises the last error with the others behind
-            # it.
+            # An ExitStack runs all callbacks, in reverse, and raises the last error with the others behind it.
             for undo in self:
                 stack.callback(undo, model)
             self.clear()

@@ -378,8 +378,7 @@ class Chunk:
 
     def change_planes(self, planes: Mapping[PlaneKind, Plane]) -> None:
         """Put these planes in the place of what was there of their kinds. No update of the chunk may be in flight."""
-        # Before the planes change: what is prepared has views of the old memory, and an update through one would be
-        # lost.
+        # Before the planes change: what is prepared has views of the old memory; an update through one would be lost.
         self.prepared.clear()
         self.planes.update(planes)
 

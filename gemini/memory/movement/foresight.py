@@ -31,11 +31,7 @@ class Schedule:
     """One step's accesses with their moves, and a place in it. A *moment* is an index into the accesses."""
 
     def __init__(
-        self,
-        accesses: Sequence[Access],
-        moves: Sequence[Moves],
-        moving: frozenset[int],
-        again: Sequence[Moves] = (),
+        self, accesses: Sequence[Access], moves: Sequence[Moves], moving: frozenset[int], again: Sequence[Moves] = ()
     ):
         """``again``: the moves of a further micro-batch, where they are others: they say what stays until it begins."""
         # By moment: the chunks that are read and move. Residents are none of the manager's business.

@@ -286,8 +286,7 @@ class Manager:
         # lane would share the training thread's areas.
         if chunk.is_guessed or (self._transfers.staging.get(Lane.FETCH) is None and self._mover.needs_staging(chunk)):
             return False
-        # Work of the computing stream would stand there behind layers that were given to it before, far ahead of its
-        # use.
+        # Work of the computing stream would stand there behind layers that it was given before, far ahead of its use.
         return not self._mover.computes(chunk)
 
     def _begin_ahead(self, chunk: Chunk, moment: int) -> None:
@@ -443,8 +442,7 @@ class Manager:
     def _fetch(self, chunk: Chunk) -> None:
         """Gather a chunk here and now: somebody waits for it."""
         assert chunk.window is not None
-        # Before room is made: the end of its update may give back what is missing. And the home has the new weights
-        # only then.
+        # Before room is made: the end of its update may give back what is missing, and brings the new weights home.
         chunk.settle()
         # Victims are chosen as of the moment at which this chunk is read, where the schedule has not come to yet.
         self.room.reader = chunk.spec.index

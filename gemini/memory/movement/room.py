@@ -38,8 +38,7 @@ class _ForWindow(Want):
     def __init__(
         self, room: Room, num_bytes: int, holder: str, asking: frozenset[Turn], what: str, moment: int | None = None
     ):
-        # Bytes of the budget are of no use to a window with memory of its own. LESS is for others: all windows would
-        # go.
+        # Bytes of the budget are no use to a window with memory of its own. LESS is for others: all windows would go.
         own = asking - OF_BUDGET if room.is_apart else asking
         super().__init__(room.ledger, room.tier, num_bytes, holder, own - {Turn.LESS}, what)
         self._room, self.after = room, moment

@@ -56,8 +56,7 @@ class Job(Event):
         self.run: Callable[[], None] = _nothing
         """What it does. Set before it is queued."""
         self.urgency = urgency
-        # Of the thread that computes. Flushing denormals is a setting of each thread, and results must not depend on
-        # who works.
+        # The computing thread's. Flushing denormals is a setting of each thread; results must not depend on who works.
         self.flush_mode = kernels.flush_mode()
         # Set when it is queued: whoever waits looks whether that thread is alive.
         self.worker: JobThread | None = None

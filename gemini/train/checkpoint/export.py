@@ -239,9 +239,7 @@ def write_torch_file(content: Any, path: Path) -> None:
 
 
 def keep_promises(content: Any, make: Callable[[list[_Form]], list[torch.Tensor]] | None = None) -> Any:
-    """``content`` with values for promises, in memory or in what ``make`` gives. Raises GeminiError if somebody has
-    computed with a promise.
-    """
+    """``content`` with values for promises, in memory or in what ``make`` gives. GeminiError: one was computed with."""
     # Tied ones are one, and read once.
     promises = {id(leaf): leaf for leaf in tree_leaves(content) if isinstance(leaf, FakeTensor)}
     for leaf in promises.values():

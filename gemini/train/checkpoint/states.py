@@ -136,9 +136,7 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
 
 
 def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> ModelPart:
-    """Put all stages together, in the order of the whole model. Raises RankMismatch if they have other numbers of param
-    groups.
-    """
+    """Put all stages together, in the whole model's order. RankMismatch if their numbers of param groups differ."""
     first = parts[0]
     if len({len(part.groups) for part in parts}) > 1:
         raise RankMismatch(

@@ -120,8 +120,7 @@ class Piece(NamedTuple):
         plane, size = self.plane, self.plane.dtype.itemsize
         first = self.start // plane.block * size
         num_bytes = plane.items(self.stop) * size - first
-        # Files are read in whole pages, which every plane fills. Behind the items stand those of another param, or
-        # nothing.
+        # Files are read in whole pages, which planes fill. Behind the items stand those of another param, or nothing.
         pages = staging[: in_pages(num_bytes)]
         items = pages[:num_bytes].view(plane.dtype)
         here, there = plane.host_view(self.start, self.stop), plane.device_view(self.start, self.stop)

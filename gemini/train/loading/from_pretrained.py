@@ -88,11 +88,7 @@ def from_pretrained(
 
 
 def skeleton_from_pretrained(
-    path: str | os.PathLike[str],
-    *,
-    model_class: Any = None,
-    adapt: Callable[[Any], Any] | None = None,
-    **kwargs: Any,
+    path: str | os.PathLike[str], *, model_class: Any = None, adapt: Callable[[Any], Any] | None = None, **kwargs: Any
 ) -> tuple[Skeleton, dict[str, Any]]:
     """Make what :func:`from_pretrained` makes before it places anything, with the report of keys."""
     _refuse(path, kwargs)

@@ -228,8 +228,7 @@ def _as_weights(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
 
 def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
     """Let ``module`` compute in fp32 whatever it is given; norms and embeddings hand on what the rest computes in."""
-    # By thread, since several may evaluate: whether the inputs of its last call were cast. In a recomputation one may
-    # have no end.
+    # By thread, since several may evaluate: whether its last call's inputs were cast. A recomputed one may not end.
     was_cast: dict[int, bool] = {}
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -88,8 +88,7 @@ class Exposure:
                 # The update first: torch would let the module read weights that a worker is writing.
                 chunk.settle()
                 self.late.discard(index)
-            # Before the params are ordinary: `expose` takes over torch's counts as they are, and a write would go
-            # unseen.
+            # Before params are ordinary: `expose` takes over torch's counts as they are, and a write would go unseen.
             self.look_for_writes(chunk)
             assert chunk.gathered, chunk.name
             expose(self._by_chunk[index])

@@ -278,8 +278,7 @@ def note_writes(handles: Iterable[ParamHandle]) -> None:
             for sibling in handle.siblings:
                 sibling.version += 1
             handle.num_writes += 1
-        # After all siblings: params of one count may both be in `handles`, and the last count is the one to compare
-        # with.
+        # After all siblings: params of one count may both be in `handles`, and the last count is to be compared with.
         for handle in handles:
             handle.version = handle.param._version
 

@@ -65,8 +65,7 @@ def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
     own, and all that is ever to be removed.
     """
     changing.watch(module for _, module in structure.modules)
-    # Updates may be under way where steps overlap.
-    # The root's hooks come first in `hooks`: see NUM_ROOT_HOOKS.
+    # Updates may be under way where steps overlap. The root's hooks come first in `hooks`: see NUM_ROOT_HOOKS.
     waits = _chunks_to_await(structure) if passes.config.overlap else {}
     _attach_root(structure, passes, hooks, waits.get("", ()))
     _attach_parts(structure, passes, hooks, waits)
@@ -294,14 +293,7 @@ def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., An
         restore()
 
 
-def _pre(
-    ref: weakref.ref[Passes],
-    chunks: Chunks,
-    resident: Chunks,
-    keep: Chunks,
-    *,
-    is_entrance: bool,
-) -> Pre:
+def _pre(ref: weakref.ref[Passes], chunks: Chunks, resident: Chunks, keep: Chunks, *, is_entrance: bool) -> Pre:
     """Make the hook that begins the call of a module. It runs on the thread that calls the module."""
 
     def pre(module: nn.Module, args: Any) -> None:

@@ -245,8 +245,7 @@ class Stepping:
         is_scaled = self.scaling.is_scaled
         if is_scaled:
             self.scaling.check_unscaled(handle for handle in handles if handle.has_grad)
-        # All params of these chunks: an update goes over the whole chunk's window, and a write beside it would be lost
-        # with it.
+        # All params of these chunks: an update goes over the whole window, and a write beside it would be lost with it.
         indices = {handle.chunk.spec.index for handle in handles}
         written = written_to([handle for index in indices for handle in self._params.by_chunk[index]])
         if written or self._exposure.written:
@@ -273,8 +272,7 @@ class Stepping:
         is_plain = None  # nobody asks where nothing is guessed
         if stepping_in_backward or self._may_guess:
             is_plain = not clip and coefficient == 1.0 and all(handle.clip == 1.0 for handle in handles)
-        # From here on the step changes the model. What breaks off in between leaves some params counted and not
-        # updated.
+        # From here on the step changes the model. What breaks off in between leaves params counted and not updated.
         try:
             note_writes(handles)
             for handle in handles:
@@ -324,8 +322,7 @@ class Stepping:
 
     def end_step(self) -> None:
         """End an optimizer step: what moved since the last one is what the report shows."""
-        # Gradients that this step has not used (another optimizer's) keep their clipping; later ones are not clipped by
-        # it.
+        # Gradients that this step has not used (another optimizer's) keep their clipping; later ones do not get it.
         if self.state.has_clipped:
             self._backward.fold_clipping()
         if self.state.clip_in_backward != 1.0:

@@ -160,12 +160,7 @@ class TrainedParams:
     """Follows which params of one model are trained."""
 
     def __init__(
-        self,
-        params: ParamSet,
-        store: ChunkStore,
-        activations: ActivationStore,
-        config: GeminiConfig,
-        rule: RuleSpec,
+        self, params: ParamSet, store: ChunkStore, activations: ActivationStore, config: GeminiConfig, rule: RuleSpec
     ):
         self._params, self._store, self._activations = params, store, activations
         self._precision, self._gradients, self._rule = config.precision, config.gradients, rule

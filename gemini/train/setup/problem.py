@@ -344,10 +344,7 @@ class _Chooser:
         # Beside what activations were declared or traced to take, all of which they get.
         fragments = self._fragments * (problem.activations + problem.in_flight) // 100
         return replace(
-            problem,
-            activations=problem.activations + fragments,
-            beside=self._beside,
-            others=self._others + at_once,
+            problem, activations=problem.activations + fragments, beside=self._beside, others=self._others + at_once
         )
 
     def _plan(self, trace: MemoryTrace, pose: Callable[[str | None], Problem]) -> Plan:

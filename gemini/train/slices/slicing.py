@@ -483,8 +483,7 @@ def whole_totals(wire: Wire, handles: Sequence[ParamHandle], own: Sequence[float
                 "other slices of the model (tp, ep): all of them must run the same forward and backward. No weight "
                 "was changed"
             )
-        # A param that all have has the same gradient everywhere, to the bit; one that is not finite anywhere must be
-        # found by all.
+        # A param that all have has the same gradient everywhere, to the bit; one not finite anywhere is found by all.
         is_sum = handle.cut is not None or not all(map(math.isfinite, row))
         totals.append(None if missing else sum(row) if is_sum else row[0])
     return totals

@@ -271,9 +271,7 @@ class Updates:
             self.wait(chunk)
 
     def guess(self, chunk: Chunk, params: list[ParamUpdate]) -> None:
-        """Begin an update that :meth:`submit` may ask for, where it can be undone and made beside computing; the
-        gradients stay.
-        """
+        """Begin an update that :meth:`submit` may ask for, where it can be undone and overlapped; gradients stay."""
         update = update_of(self._mover, self._rules, chunk, params)
         if update.path is Path.STREAMED or not self._can_overlap(update):
             return

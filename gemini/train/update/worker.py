@@ -95,12 +95,7 @@ class UpdateWorker(JobThread):
     """
 
     def __init__(
-        self,
-        mover: Mover,
-        slots: list[StagingSet],
-        books: weakref.ref[Updates],
-        *,
-        device_slots: list[StagingSet],
+        self, mover: Mover, slots: list[StagingSet], books: weakref.ref[Updates], *, device_slots: list[StagingSet]
     ):
         super().__init__("update")
         self.slot_tile = slots[0].tile if slots else 0
@@ -191,8 +186,7 @@ class UpdateWorker(JobThread):
                     return None
                 self._ahead = None
                 self._check(job)
-                # Before its first tile is cut: fetches out of the home are over then, and a checkpoint has had the
-                # chunk.
+                # Before its first tile is cut: then fetches out of the home are over, and a checkpoint has the chunk.
                 job.observers.before_write(job.chunk)
                 # Without params there are no tiles: it ends at once, and there is nothing to undo.
                 if not job.guess.begin():
