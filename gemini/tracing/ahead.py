@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -174,67 +174,130 @@ def trace(
     """
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
-    chosen = make_target(target)
-    is_auto = tile_tokens == "auto"
-    tile_tokens = None if is_auto else as_tiles(tile_sizes(tile_tokens))
-    if tensor_parallel > 1 and tile_tokens is not None:
-        raise ValueError(f"tile_tokens={tile_tokens} with tensor_parallel={tensor_parallel}: leave one of them out")
-    choices: list[int | str] = []
+    over = (context_parallel, context_attention, tensor_parallel)
+    step = _Step(model, batch, precision, make_target(target), checkpointing, model_class, loss, keep_fp32, over)
+    tiles = None if tile_tokens == "auto" else as_tiles(tile_sizes(tile_tokens))
+    if tensor_parallel > 1 and tiles is not None:
+        raise ValueError(f"tile_tokens={tiles} with tensor_parallel={tensor_parallel}: leave one of them out")
+    if tile_tokens == "auto":
+        return step.trace_for_choice()
+    with step.prepared() as prepared:
+        return step.traced(prepared, tiles)
 
-    def traced(tiles: int | str | None) -> MemoryTrace:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+class _Prepared(NamedTuple):
+    """A fake model, its inputs, and what is to be known of them, in a fake tensor mode that is open."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    kept: dict[int, str]
+    mode: FakeTensorMode
+    sent: Counter[str]  # bytes to other ranks, counted as layers run
+
+
+class _Step(NamedTuple):
+    """The step that :func:`trace` was asked for."""
+
+    model: Any
+    batch: Mapping[str, Any]
+    precision: str
+    target: Target
+    checkpointing: bool | str | None
+    model_class: Any
+    loss: Callable[[Any], torch.Tensor] | None
+    keep_fp32: KeepFp32
+    over: tuple[int, str, int]  # ranks with parts of each sequence, how these attend, ranks with slices of layers
+
+    def trace_for_choice(self) -> MemoryTrace:
+        """The step as it is, and in each kind of tiles that the planner may choose; a warning where that cannot be."""
+        with self.prepared() as prepared:
+            shapes = {name: tuple(v.shape) for name, v in prepared.inputs.items() if isinstance(v, torch.Tensor)}
+            choices = token_tiles.auto_tokens(prepared.model, count_tokens(shapes, prepared.model))
+            whole = self.traced(prepared, None)
+        if whole.tensor_parallel > 1:
+            return whole
+        tiled: MemoryTrace | None = None
+        try:
+            for tiles in reversed(choices):
+                with self.prepared() as prepared:
+                    tiled = replace(self.traced(prepared, tiles), tiled=tiled)
+        except GeminiError as e:
+            warn(f'tile_tokens="auto" has no effect: {e}')
+            return whole
+        return replace(whole, tiled=tiled)
+
+    @contextmanager
+    def prepared(self) -> Iterator[_Prepared]:
+        """Make the fake model that this rank has, and its part of the batch."""
+        model, mode, (number, _, slices) = self.model, FakeTensorMode(allow_non_fake_inputs=True), self.over
         with generators_kept(), nothing_collected(), mode:
-            fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
-            if not isinstance(batch, Mapping):
-                raise ValueError(f"a batch has the arguments of forward by name; got a {type(batch).__name__}")
-            kept = kept_in_fp32(fake, precision, keep_fp32)
+            fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, self.model_class)
+            if not isinstance(self.batch, Mapping):
+                raise ValueError(f"a batch has the arguments of forward by name; got a {type(self.batch).__name__}")
+            kept = kept_in_fp32(fake, self.precision, self.keep_fp32)
             for param, _ in structure_of(fake).params:
-                own_dtype = torch.float32 if id(param) in kept else COMPUTE_DTYPES[precision]
+                own_dtype = torch.float32 if id(param) in kept else COMPUTE_DTYPES[self.precision]
                 if param.is_floating_point() and param.dtype is not own_dtype:
                     param.data = torch.empty(param.shape, dtype=own_dtype)
             for module in fake.modules():
                 _without_package(getattr(module, "config", None))
             fake.train()
-            _set_checkpointing(fake, checkpointing)
-            own, sent = batch, Counter[str]()
-            if tensor_parallel > 1:
-                imagine_slices(fake, tensor_parallel, sent)
-            if context_parallel > 1:
+            _set_checkpointing(fake, self.checkpointing)
+            own, sent = self.batch, Counter[str]()
+            if slices > 1:
+                imagine_slices(fake, slices, sent)
+            if number > 1:
                 with unset_fake_temporarily():
-                    own = part_of(_with_values(batch), context_parallel - 1, context_parallel)
+                    own = part_of(_with_values(self.batch), number - 1, number)
             known: dict[int, torch.Tensor] = {}
-            inputs = {name: fake_input(value, mode, known) for name, value in own.items()}
-            if is_auto and tiles is None:
-                shapes = {name: tuple(v.shape) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
-                tokens = count_tokens(shapes, fake)
-                choices.extend(token_tiles.auto_tokens(fake, tokens))
-            if tiles is not None:
-                token_tiles.tile_tokens(fake, tiles)
-            if context_parallel > 1:
-                exchange = ImaginedExchange(context_parallel, sent)
-                ContextParallel(fake, exchange, context_attention, tensor_parallel).put()
-            if precision != "fp32":
-                inputs = cast_floats(inputs, COMPUTE_DTYPES[precision], but=TARGETS)
-                cast_where_they_meet(fake, kept, COMPUTE_DTYPES[precision])
-            step = _run(fake, inputs, chosen, loss, mode, sent)
-            return replace(
-                trace_of_step(fake, step, precision, kept, target=chosen.name, source=Source.AHEAD),
-                tile_tokens=tiles,
-                context_parallel=context_parallel,
-                tensor_parallel=tensor_parallel,
-            )
+            yield _Prepared(fake, {name: fake_input(v, mode, known) for name, v in own.items()}, kept, mode, sent)
 
-    whole = traced(tile_tokens)
-    if tensor_parallel > 1:
-        return whole
-    tiled: MemoryTrace | None = None
-    try:
-        for tiles in reversed(choices):
-            tiled = replace(traced(tiles), tiled=tiled)
-    except GeminiError as e:
-        warn(f'tile_tokens="auto" has no effect: {e}')
-        return whole
-    return replace(whole, tiled=tiled)
+    def traced(self, prepared: _Prepared, tiles: int | str | None) -> MemoryTrace:
+        """Run it, in ``tiles``."""
+        fake, inputs, kept, mode, sent = prepared
+        number, attention, slices = self.over
+        if tiles is not None:
+            token_tiles.tile_tokens(fake, tiles)
+        if number > 1:
+            ContextParallel(fake, ImaginedExchange(number, sent), attention, slices).put()
+        if self.precision != "fp32":
+            inputs = cast_floats(inputs, COMPUTE_DTYPES[self.precision], but=TARGETS)
+            cast_where_they_meet(fake, kept, COMPUTE_DTYPES[self.precision])
+        found = trace_of_step(
+            fake,
+            self._run(fake, inputs, mode, sent),
+            self.precision,
+            kept,
+            target=self.target.name,
+            source=Source.AHEAD,
+        )
+        return replace(found, tile_tokens=tiles, context_parallel=number, tensor_parallel=slices)
+
+    def _run(self, model: nn.Module, inputs: dict[str, Any], mode: FakeTensorMode, sent: Counter[str]) -> ObservedStep:
+        observer = Observer(model, self.target, free_gradients=True, sent=sent)
+        with ExitStack() as stack:
+            stack.callback(observer.detach)
+            observer.attach()
+            stack.enter_context(self.target.operations())
+            stack.enter_context(observer.make_meter(FakeRunner(mode)))
+            try:
+                result = loss_of(model, model(**inputs), self.loss)
+            except GeminiError:
+                raise
+            except Exception as e:
+                raise _cannot(model, "forward", e) from e
+            if not result.requires_grad:
+                raise GeminiError(
+                    f"the loss of {type(model).__name__} depends on no param that requires gradients: there is no "
+                    "backward to trace"
+                )
+            try:
+                result.backward()
+            except Exception as e:
+                raise _cannot(model, "backward", e) from e
+        if observer.last is None:
+            raise GeminiError(f"no backward of {type(model).__name__} was seen: record a step with gemini.MemoryTracer")
+        return observer.last
 
 
 @contextmanager
@@ -321,14 +384,7 @@ def batch_for(
 
     batch: dict[str, torch.Tensor] = {}
     if "pixel_values" in known and "input_ids" not in known:
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", None)
-        if size is None:
-            raise ValueError(f"{type(config).__name__} says no image_size: make the batch yourself (pixel_values, ...)")
-        height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
-        batch["pixel_values"] = numbers(batch_size, getattr(vision, "num_channels", 3), height, width)
-        batch["labels"] = ids(batch_size)
-        return batch
+        return {"pixel_values": numbers(batch_size, *_image_shape(config)), "labels": ids(batch_size)}
     if "input_features" in known:
         length = 2 * getattr(config, "max_source_positions", 1500)
         batch["input_features"] = numbers(batch_size, getattr(config, "num_mel_bins", 80), length)
@@ -353,6 +409,16 @@ def batch_for(
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def _image_shape(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a model of ``config`` takes; ValueError if it does not say."""
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None)
+    if size is None:
+        raise ValueError(f"{type(config).__name__} says no image_size: make the batch yourself (pixel_values, ...)")
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
+    return getattr(vision, "num_channels", 3), height, width
 
 
 def _build(config: Any, model_class: Any) -> nn.Module:
@@ -466,41 +532,7 @@ def fake_input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor])
     return value
 
 
-# ---- the step --------------------------------------------------------------------------------------------------------
-
-
-def _run(
-    model: nn.Module,
-    inputs: dict[str, Any],
-    target: Target,
-    loss: Callable[[Any], torch.Tensor] | None,
-    mode: FakeTensorMode,
-    sent: Counter[str],
-) -> ObservedStep:
-    observer = Observer(model, target, free_gradients=True, sent=sent)
-    with ExitStack() as stack:
-        stack.callback(observer.detach)
-        observer.attach()
-        stack.enter_context(target.operations())
-        stack.enter_context(observer.make_meter(FakeRunner(mode)))
-        try:
-            result = loss_of(model, model(**inputs), loss)
-        except GeminiError:
-            raise
-        except Exception as e:
-            raise _cannot(model, "forward", e) from e
-        if not result.requires_grad:
-            raise GeminiError(
-                f"the loss of {type(model).__name__} depends on no param that requires gradients: there is no backward "
-                "to trace"
-            )
-        try:
-            result.backward()
-        except Exception as e:
-            raise _cannot(model, "backward", e) from e
-    if observer.last is None:
-        raise GeminiError(f"no backward of {type(model).__name__} was seen: record a step with gemini.MemoryTracer")
-    return observer.last
+# ---- the loss --------------------------------------------------------------------------------------------------------
 
 
 def loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
