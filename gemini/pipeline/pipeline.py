@@ -101,35 +101,11 @@ class Pipeline:
             config = replace(config, gradients="accumulate")
         size = size_of(mesh, "pp")
         _check(schedule, size, micro_batches, stages, config)
-        if sliced_in(model) is not None:
-            raise ValueError(
-                f"Pipeline of a {type(model).__name__} that is in slices: give it the whole model, which it cuts over "
-                "the tp of its mesh by itself"
-            )
-        if coded := first_coded(model):
-            raise ValueError(
-                f"Pipeline of a model with 4-bit codes ({coded!r}): stages are of params in floating point. Use dp, "
-                "which divides codes among ranks: GeminiDDP(model, config)"
-            )
-        kept = kept_in_fp32(model, config.precision, config.keep_fp32) if size > 1 else {}
-        if kept:
-            first, why = next((name, kept[id(p)]) for name, p in model.named_parameters() if id(p) in kept)
-            raise ValueError(
-                f"Pipeline over ranks of a model with params that stay in fp32 (the first is {first!r}, {why}): its "
-                f"stages are all in {config.precision}. Cast them with GeminiConfig(keep_fp32=None), or use dp, which "
-                "divides them among ranks: GeminiDDP(model, config)"
-            )
-        if example is None:
-            if not hasattr(getattr(model, "config", None), "get_text_config"):
-                raise ValueError(
-                    f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= "
-                    "batch, to see how a forward runs through the model"
-                )
-            example = batch_for(model.config, 1, 16, model_class=type(model))
-        course = course_of(model, example)
+        _check_model(model, config, size)
+        course = course_of(model, _example_for(model) if example is None else example)
         course.twin.to(COMPUTE_DTYPES[config.precision])
         number = len(course.blocks)
-        each = stages if stages is not None else number if size == 1 else 1 if schedule in _ONE_STAGE else 2
+        each = stages or (number if size == 1 else 1 if schedule in _ONE_STAGE else 2)
         if each * size > number:
             raise ValueError(
                 f"{each * size} stages ({each} on each of {size} ranks) of {type(model).__name__}, which has {number} "
@@ -387,3 +363,34 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
             'gradients="transient" in a pipeline: gradients of micro-batches are added up before they are used. Use '
             'gradients="accumulate"'
         )
+
+
+def _check_model(model: nn.Module, config: GeminiConfig, size: int) -> None:
+    if sliced_in(model) is not None:
+        raise ValueError(
+            f"Pipeline of a {type(model).__name__} that is in slices: give it the whole model, which it cuts over "
+            "the tp of its mesh by itself"
+        )
+    if coded := first_coded(model):
+        raise ValueError(
+            f"Pipeline of a model with 4-bit codes ({coded!r}): stages are of params in floating point. Use dp, "
+            "which divides codes among ranks: GeminiDDP(model, config)"
+        )
+    kept = kept_in_fp32(model, config.precision, config.keep_fp32) if size > 1 else {}
+    for name, param in model.named_parameters():
+        if id(param) in kept:
+            raise ValueError(
+                f"Pipeline over ranks of a model with params that stay in fp32 (the first is {name!r}, "
+                f"{kept[id(param)]}): its stages are all in {config.precision}. Cast them with "
+                "GeminiConfig(keep_fp32=None), or use dp, which divides them among ranks: GeminiDDP(model, config)"
+            )
+
+
+def _example_for(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A small batch by the model's config; ValueError if it has none of transformers."""
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ValueError(
+            f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= "
+            "batch, to see how a forward runs through the model"
+        )
+    return batch_for(model.config, 1, 16, model_class=type(model))

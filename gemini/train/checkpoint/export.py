@@ -101,20 +101,28 @@ def save_pretrained(
     if writes and not attempt.has_failed:
         with attempt:
             result = original.save_pretrained(folder, *args, **kwargs)
-            config = Path(folder, "config.json")
-            if dtype is not None and config.exists() and not is_a(type(model), "PeftModel"):
-                # It says the model's dtype, in which it would be read.
-                body = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-                config.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            if dtype is not None and not is_a(type(model), "PeftModel"):
+                _write_dtype(Path(folder, "config.json"), dtype)
     # What has failed on one rank fails on all. The others may wait long for the one that writes.
     ranks.waiting.wait_for_all("save_pretrained")
-    refusal = error = attempt.refusal
-    # What a full or broken disk makes libraries say; another error (those of a hub have no number) as it is.
-    if getattr(error, "errno", None) is not None or type(error).__name__ == "SafetensorError":
-        refusal = StorageError(f"save_pretrained({str(folder)!r}): {getattr(error, 'strerror', None) or error}")
-        refusal.__cause__ = error
-    engine.shards.agree_on_folder(Point.EXPORT, "save_pretrained", folder, refusal)
+    engine.shards.agree_on_folder(Point.EXPORT, "save_pretrained", folder, _of_disk(attempt.refusal, folder))
     return result
+
+
+def _write_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Let a config say the dtype of the files: it says the model's, in which they would be read."""
+    if config.exists():
+        body = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+        config.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _of_disk(error: BaseException | None, folder: Any) -> BaseException | None:
+    """A StorageError of what a full or broken disk makes libraries say; others (a hub's have no number) as they are."""
+    if getattr(error, "errno", None) is None and type(error).__name__ != "SafetensorError":
+        return error
+    refusal = StorageError(f"save_pretrained({str(folder)!r}): {getattr(error, 'strerror', None) or error}")
+    refusal.__cause__ = error
+    return refusal
 
 
 def _wholes(engine: Engine, of_stages: torch.dtype, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:

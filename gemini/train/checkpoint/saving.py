@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.memory.durable.folder import is_store, reading
+from gemini.memory.durable.folder import StoreFolder, is_store, reading
 from gemini.planning.planes import ADAM
 from gemini.ranks.agree import Attempt, Handshake, Point
 from gemini.replacing import find, place_of
@@ -120,12 +121,7 @@ def _save(
             check_target(final, directory)
         # Before it is asked for gradients: those of a backward that broke off do not count.
         engine.recovery.forget_interrupted()
-        engine.state.check_whole()
-        engine.state.check_masters("save_checkpoint")
-        if engine.backward.sink.has_gradients:
-            raise GeminiError(
-                "save_checkpoint between backward and step: gradients are not saved; call it after step()"
-            )
+        _check_between_steps(engine)
         if scheduler is not None and not hasattr(scheduler, "state_dict"):
             raise TypeError(
                 f"scheduler is a {type(scheduler).__name__}, which has no state_dict(): what else is to be kept goes "
@@ -137,23 +133,11 @@ def _save(
     ranks = engine.ranks
     ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
     engine.shards.agree_on_folder(Point.SAVE_CHECKPOINT, "save_checkpoint", directory, attempt.refusal)
-    home: CheckpointHome
-    handles, tile = engine.params.handles, engine.store.mover.tile
     if engine.params.of_stages:
         draft = make_draft(joined(ranks.waiting.exchange(own, "saving a checkpoint"), engine.params.of_stages))
-        copies = engine.params.copies(ranks.stages.rank)
-        handles = [handle for handle in handles if handle not in copies]
-    if not ranks.writes_uncut:
-        handles = [handle for handle in handles if handle.cut is not None]
     if ranks.parts.rank:
         draft = draft._replace(rng=[])
-    sources = sources_of(handles) if ranks.copies.rank == 0 else []
-    if store is not None and commits:
-        changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
-        in_flight = {index: job for index, job in engine.updates.pending.items() if not job.is_complete()}
-        home = StoreHome(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
-    else:
-        home = FolderHome(final, draft, sources, tile)
+    home = _home_of(engine, final, store if commits else None, draft)
     together = Handshake(ranks.waiting.group, f"saving the checkpoint {home.place}")
     pending = PendingCheckpoint(home.place)
     if wait:
@@ -161,6 +145,28 @@ def _save(
     else:
         pending.start(home, together, engine.store, engine.write_observers)
     return pending
+
+
+def _check_between_steps(engine: Engine) -> None:
+    engine.state.check_whole()
+    engine.state.check_masters("save_checkpoint")
+    if engine.backward.sink.has_gradients:
+        raise GeminiError("save_checkpoint between backward and step: gradients are not saved; call it after step()")
+
+
+def _home_of(engine: Engine, folder: Path, store: StoreFolder | None, draft: Draft) -> CheckpointHome:
+    """Where this rank writes its part: of the params that no other rank writes, into the store if there is one."""
+    ranks, tile = engine.ranks, engine.store.mover.tile
+    copies = engine.params.copies(ranks.stages.rank)
+    handles = [handle for handle in engine.params.handles if handle not in copies]
+    if not ranks.writes_uncut:
+        handles = [handle for handle in handles if handle.cut is not None]
+    sources = sources_of(handles) if ranks.copies.rank == 0 else []
+    if store is None:
+        return FolderHome(folder, draft, sources, tile)
+    changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
+    in_flight = {index: job for index, job in engine.updates.pending.items() if not job.is_complete()}
+    return StoreHome(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
 
 
 def load_checkpoint(
