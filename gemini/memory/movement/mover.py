@@ -363,9 +363,12 @@ class Mover:
         has a set of its own and uses all of it; the training thread leaves most of its set to others.
         """
         staging, casts = self.own_staging(), plane.dtype != flat.dtype
+        # Areas that tiles are read into, and those that are sent from: without a cast the same.
         rest = tuple(range(2, staging.num_scratch))
-        reads = ((0, 1) if self.in_worker else (0,)) if casts else ((0, *rest, 1) if self.in_worker else (0, 2))
-        sends = rest if casts else reads
+        reads: tuple[int, ...] = (0, 1) if self.in_worker else (0,)
+        sends: tuple[int, ...] = rest
+        if not casts:
+            reads = sends = (0, *rest, 1) if self.in_worker else (0, 2)
         # Tiles that were begun and not sent, the oldest first; and by area, the last copy out of it.
         reading: deque[tuple[int, int, torch.Tensor, Event]] = deque()
         sent: dict[int, Event] = {}

@@ -366,48 +366,52 @@ class ForwardPass:
         Autograd is off where weights are written. An exception inside undoes what was written.
         """
         chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
-        before: dict[str, torch.Tensor] = {}
-        is_first = write and not self.state.occupancy.is_own
+        if write:
+            yield from self._written(handles, chunks)
+            return
+        with self.opened(chunks):
+            try:
+                yield
+            except BaseException:
+                with WHOLE:
+                    _undo_writes(handles, {})
+                raise
+
+    def _written(self, handles: list[ParamHandle], chunks: list[Chunk]) -> Iterator[None]:
+        is_first = not self.state.occupancy.is_own
         try:
             if is_first:
                 self.state.occupancy.begin_alone()
-            if write:
-                # Before the copies: an update in flight still changes weights that are in place.
-                for chunk in chunks:
-                    chunk.settle()
-                before = _copies_of(handles)
+            # Before the copies: an update in flight still changes weights that are in place.
+            for chunk in chunks:
+                chunk.settle()
+            before = _copies_of(handles)
             # A checkpoint that is being written has these chunks first: `before_write` waits for it.
             with self.opened(chunks):
-                if write:
-                    for chunk in chunks:
-                        self._writes.before_write(chunk)  # one that never moves is written in place
+                for chunk in chunks:
+                    self._writes.before_write(chunk)  # one that never moves is written in place
                 # Once masters change there is no way back: what was shown must not be undone under them.
                 takes_over = False
                 try:
-                    yield from yield_without_grad() if write else (None,)  # torch allows writes to weights only there
-                    if write:
-                        # Before any master changes, on every rank: what was not written alike is refused on all.
-                        values = ((h.name, self._by_names.to_compare(h, h.view)) for h in handles)
-                        self._by_names.agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))
-                        with WHOLE:  # Ctrl-C leaves no write half done
-                            takes_over = True
-                            for handle in handles:
-                                self._by_names.take_over(handle, before.get(handle.name))
+                    yield from yield_without_grad()  # torch allows writes to weights only there
+                    # Before any master changes, on every rank: what was not written alike is refused on all.
+                    values = ((h.name, self._by_names.to_compare(h, h.view)) for h in handles)
+                    self._by_names.agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))
+                    with WHOLE:  # Ctrl-C leaves no write half done
+                        takes_over = True
+                        for handle in handles:
+                            self._by_names.take_over(handle, before.get(handle.name))
                 except BaseException:
                     with WHOLE:
                         # Nothing was taken over: weights in place get their old values, windows are dropped below.
-                        for handle in handles if not takes_over else ():
-                            undo_writes(handle)
-                            if handle.name in before:
-                                handle.view.copy_(before[handle.name])
+                        if not takes_over:
+                            _undo_writes(handles, before)
                     raise
         finally:
-            if write:
-                with WHOLE:
-                    # In any case: after an error a window has values that no master has, and after a write it may lack
-                    # the rounding.
-                    self._manager.drop(chunks)
-                    self._manager.refresh_lent()
+            with WHOLE:
+                # In any case: after an error a window has values that no master has, after a write perhaps no rounding.
+                self._manager.drop(chunks)
+                self._manager.refresh_lent()
             if is_first:
                 self.state.occupancy.end_alone()
 
@@ -451,6 +455,13 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
 def resident_chunks(handles: Iterable[ParamHandle]) -> tuple[Chunk, ...]:
     """Find the chunks whose weights are written to in place: their updates have to be over when a write begins."""
     return tuple({handle.chunk.spec.index: handle.chunk for handle in handles if handle.chunk.resident}.values())
+
+
+def _undo_writes(handles: Iterable[ParamHandle], before: dict[str, torch.Tensor]) -> None:
+    for handle in handles:
+        undo_writes(handle)
+        if handle.name in before:
+            handle.view.copy_(before[handle.name])
 
 
 def _copies_of(handles: Iterable[ParamHandle]) -> dict[str, torch.Tensor]:

@@ -101,10 +101,14 @@ def _attach_parts(structure: Structure, passes: Passes, hooks: list[Any], waits:
             hooks += hook_around(module, *_taking_over(ref, rewritten, pre, post))
         if is_tuner_layer(module):
             hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
-    dtype = COMPUTE_DTYPES[passes.config.precision]
-    if dtype is torch.float32:
-        return
     # Casts are registered after our own hooks, so they run with the weights gathered.
+    dtype = COMPUTE_DTYPES[passes.config.precision]
+    if dtype is not torch.float32:
+        _attach_casts(structure, passes, hooks, dtype)
+
+
+def _attach_casts(structure: Structure, passes: Passes, hooks: list[Any], dtype: torch.dtype) -> None:
+    ref, model = weakref.ref(passes), structure.model
     kept = {key: passes.decision.kept.get(key, MADE) for key in passes.params.in_fp32}
     hooks += cast_where_they_meet(structure, kept, dtype)
     for path, module in structure.modules:
