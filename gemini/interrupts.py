@@ -87,8 +87,7 @@ class Whole:
 
     def _restore(self, *, again: bool = False) -> None:
         """Put the handler of before back, and let what was noted (or ``again``: one more) take effect."""
-        # `_before` is None from here on: a signal that comes before the handler is put back is noted by `_receive`, and
-        # raised below.
+        # `_before` is None from here on: a signal before the handler is put back is noted by `_receive`, raised below.
         before, self._before = self._before, None
         if before is None:
             return

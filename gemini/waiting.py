@@ -73,8 +73,7 @@ class Latch:
         self.is_set = True
         while self._waiters:
             try:
-                # `popleft` is one C call, so of two threads that set it each waiter is woken by one: releasing a lock
-                # twice is an error.
+                # `popleft` is one C call, so each waiter is woken by one thread: releasing a lock twice is an error.
                 self._waiters.popleft().release()
             except IndexError:  # another thread that sets it, or who waited no longer
                 return

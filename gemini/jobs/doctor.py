@@ -1,7 +1,6 @@
 """What this machine offers Gemini, or what is in a durable store. Every line is asked of the machine when the command
 runs; what cannot be asked is said to be unknown, never guessed. Nothing is written to a store, and no lock is kept: a
-run may use it meanwhile. What it overwrites while it is read here is no damage, since its records then name a newer
-commit.
+run may use it meanwhile. What it overwrites meanwhile is no damage, since its records then name a newer commit.
 """
 
 from __future__ import annotations

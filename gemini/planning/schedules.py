@@ -655,8 +655,7 @@ class _Overlap:
 def overlapped(work: Work, *, clipping: bool) -> Graph:
     """Everything that may run beside computing does: ``STEPS`` steps, and the beginning of one more. Updates have a
     worker of their own, which takes them in the order of their next use, reads ahead and writes behind; fetches have
-    another. Gradients that leave the computing tier land beside computing; those in host memory the host lands between
-    two moments.
+    another. Gradients that leave the computing tier land beside computing; those in host memory between two moments.
     """
     order = _Overlap(work, clipping=clipping)
     for at in range(STEPS * order.per_step):

@@ -432,8 +432,7 @@ PARTS = {"head": "the head", "mlp": "MLPs"}
 
 def tile_sizes(tile_tokens: int | str | None) -> dict[str, int]:
     """Tokens of a tile by part (:data:`PARTS`), as ``tile_tokens=`` says them: 1024 for all, "head=1024" for the head
-    alone, "head=1024,mlp=4096" for both apart. A part that is not there is not tiled. Raises ValueError for anything
-    else.
+    alone, "head=1024,mlp=4096" for both apart. A part that is not there is not tiled. ValueError for anything else.
     """
     if tile_tokens is None:
         return {}

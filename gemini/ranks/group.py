@@ -42,9 +42,8 @@ class DataRank(NamedTuple):
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The dims of ``mesh`` in our names. Without names one dim shards; of two the first replicates. Raises ValueError
-    for names that mean nothing here or the same twice, for three dims or more without names, and for ``ep`` beside
-    ``tp``.
+    """The dims of ``mesh`` in our names. Without names one dim shards; of two the first replicates. ValueError for
+    names that mean nothing here or the same twice, for three dims or more without names, and for ``ep`` beside ``tp``.
     """
     given = mesh.mesh_dim_names
     if given is None:

@@ -317,8 +317,7 @@ def nothing_collected() -> Iterator[None]:
 
 def model_class_for(config: Any) -> Any:
     """The class of transformers to train a config with: what ``architectures`` names if it takes labels, else the
-    sequence-to-sequence, masked, causal language model or image, audio or sequence classifier; ValueError if there is
-    none.
+    sequence-to-sequence, masked, causal language model or image, audio or sequence classifier; ValueError without one.
     """
     import transformers
 

@@ -189,8 +189,7 @@ def park(engine: Engine) -> None:
 def unmanage(model: nn.Module, what: str) -> None:
     """Make ``model`` an ordinary module with its full weights on the CPU, in the compute dtype. Masters, states and
     gradients are gone, and so are chunks, budgets and spill file. With several ranks all of them call it, and each gets
-    the whole model. Raises BudgetExceeded if the weights need more than the free memory of the host; nothing was
-    changed.
+    the whole model. BudgetExceeded if the weights need more than the free memory of the host; nothing was changed.
     """
     engine = engine_of(model)
     engine.state.check_there()

@@ -401,8 +401,7 @@ def _own_gpu() -> int:
 #
 #     context + kernels + reserved by torch <= gpu=
 #
-# Plans leave room for the same (:func:`gemini.planning.working.beside_bytes`). None of the constants was measured on a
-# GPU yet.
+# Plans leave room for the same (:func:`gemini.planning.working.beside_bytes`). None was measured on a GPU yet.
 
 # By owner: the number of its device, and the bytes that the allocator may reserve for it; None: as many as there are.
 _limits: weakref.WeakKeyDictionary[object, tuple[int, int | None]] = weakref.WeakKeyDictionary()

@@ -247,8 +247,7 @@ class Manager:
             if chunk.use in (Use.HOLD, Use.GRAD_READY) and chunk.is_lent:
                 # The new weights are at home when the update is over, not before.
                 chunk.settle()
-                # Into the same memory, which views of the program look at. No state changes: it was gathered and stays
-                # so.
+                # Into the same memory, which views of the program look at. No state changes: it stays gathered.
                 self._fill(chunk)
                 chunk.stale = False
             elif chunk.use in (Use.HOLD, Use.GRAD_READY):
@@ -368,8 +367,7 @@ class Manager:
 
     def let_compute_wait(self, chunk: Chunk) -> None:
         """Let whatever is computed from now on, on whichever stream, read the window."""
-        # Also where there is nothing to wait for: when the window goes, its memory is not written before this stream is
-        # done with it.
+        # Also without anything to wait for: when the window goes, its memory is not written before this stream is done.
         self._mover.device.computes_here()
         if chunk.fetched is not DONE:
             if not chunk.fetched.is_complete():

@@ -137,8 +137,7 @@ class StagingSet:
 
 class Staging:
     """All sets of one engine. Of the bytes that are in the ledger already the first set is made, which is reserved at
-    its first use if there are none, and then those of workers; of those on the device slots of ``device_tile``
-    elements.
+    its first use if there are none, then those of workers; of those on the device slots of ``device_tile`` elements.
     """
 
     def __init__(self, device: Device, tile: int, ledger: Ledger, device_tile: int, rule: RuleSpec):

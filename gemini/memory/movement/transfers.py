@@ -336,8 +336,7 @@ class Transfer(Job):
         held = self.held
         if held is not None and not self._given_back:
             # Given back before anybody who waits for that memory wakes up, and ``held`` is cleared only then: who looks
-            # for memory in flight must find it here or in the ledger. A second end (closed while it runs) gives back
-            # nothing.
+            # for memory in flight finds it here or in the ledger. A second end (closed while it runs) gives nothing.
             self._given_back = True
             held.ledger.release(held.tier, held.num_bytes, held.holder)
             self.held = None

@@ -87,8 +87,7 @@ def save_pretrained(
                 raise StorageError(f"save_pretrained({str(folder)!r}): that is a file, not a directory")
             if takes:
                 os.makedirs(folder, exist_ok=True)
-    # Of slices and stages one rank each reads. Gone through to the end even after a failure: the other ranks send and
-    # serve every param.
+    # Of slices and stages one rank each reads. To the end even after a failure: others send and serve every param.
     for name, whole in _wholes(engine, dtype or compute, dtype) if ranks.is_cut and ranks.reads_parts else ():
         if takes and not attempt.has_failed:
             with attempt:

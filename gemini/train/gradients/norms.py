@@ -45,8 +45,7 @@ class GradientNorms:
 
     def clip_factor(self, max_norm: float) -> kernels.ClipFactor | None:
         """The factor that clipping all gradients takes, left on the device that summed them; None where the host has a
-        part in it. The same order as in :meth:`total_sum`, so the same bits. Raises GeminiError if a gradient is not
-        whole.
+        part in it. The same order as in :meth:`total_sum`, so the same bits. GeminiError if a gradient is not whole.
         """
         there = _whole(self._handles)
         if not self.knows_only_own or not there or any(handle.clip != 1.0 for handle in there):

@@ -192,8 +192,7 @@ def _checkpointed(
     def region(at: int, device: torch.Tensor) -> Any:
         return of_tile(*_tile(first.pop(at) if at in first else tile_again(at)))
 
-    # An empty tensor tells checkpointing the device, whose random numbers it repeats; past the hooks of a block, which
-    # would count it.
+    # An empty tensor tells checkpointing whose random numbers to repeat; past a block's hooks, which would count it.
     device = rows[0].new_empty(0)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         return [checkpoint(region, at, device, use_reentrant=False) for at in range(len(sizes))]

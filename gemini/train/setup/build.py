@@ -144,8 +144,7 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
 class PlannedForesight(Foresight):
     """Foresight that plans as the planner does: the plan's own moves, if it was made for a real step; else those for
     the first step that is seen. ``owner``: the passes of the model, weakly: foresight keeps no model. ``policy``: who
-    makes the moves; None for what costs least. ``ledger``: knows what models that were wrapped later have taken of a
-    shared budget.
+    makes the moves; None for what costs least. ``ledger``: knows what later models have taken of a shared budget.
     """
 
     def __init__(self, decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None, ledger: Ledger):

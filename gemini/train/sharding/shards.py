@@ -66,8 +66,7 @@ class Company:
         words: str = "values",
     ) -> None:
         """Wait until all ranks of the model stand at ``point``, serving those that do not yet; then go on together, or
-        not at all: see :func:`gemini.ranks.agree.agree`. ``among``: who must agree, if more than those with the same
-        params.
+        not at all: see :func:`gemini.ranks.agree.agree`. ``among``: who must agree, if more than have the same params.
         """
         everyone, among = self.ranks.everyone, among or self.ranks.everyone
 

@@ -161,8 +161,7 @@ class Guess:
 
     def undo(self) -> None:
         """Make the chunk what it was. It was dropped, and nothing of it is under way any more. One undoing that was cut
-        short is taken up again. Raises StorageError if the spill file cannot take back what it had; then the chunk is
-        torn.
+        short is taken up again. Raises StorageError if the spill file cannot take back what it had: the chunk is torn.
         """
         for pair in self._pairs:
             pair.undo()

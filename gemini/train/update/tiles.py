@@ -467,8 +467,7 @@ STREAM = "update"  # the stream of the device on which streamed updates are comp
 
 class StreamedTile(Tile):
     """A part of such an update; its staging is memory of the device. ``ready``: what the computing device was given
-    before the update was handed over. Gradients that stand on the device are there then, and nothing reads the weights
-    any more.
+    before the update was handed over. Gradients on the device are there then, and nothing reads the weights any more.
     """
 
     def __init__(self, mover: Mover, update: ChunkUpdate, part: Part, *, ready: Event):
