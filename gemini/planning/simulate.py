@@ -165,13 +165,11 @@ def simulate(
             ``gradients="transient"``.
         update_threads: CPU threads for updates during computing, as in ``GeminiConfig(update_threads=...)``.
         efficiency: which share of the peak values is reached, between 0 and 1 each.
-        mesh: the sizes of all mesh dimensions; ``dp`` times ``cp`` must be the number of ranks of the plan.
-            Communication of tensor and context parallel is taken from the trace. For pipeline stages use
-            :mod:`gemini.planning.parallel`.
+        mesh: the sizes of all mesh dimensions; ``dp`` times ``cp`` are the ranks of the plan. Communication of tensor
+            and context parallel is taken from the trace. For pipeline stages use :mod:`gemini.planning.parallel`.
 
     Returns:
-        A :class:`Timeline`. Its times (seconds), bytes and ``flops`` are those of one rank; its ``tokens`` are those of
-        all.
+        A :class:`Timeline`. Its times (seconds), bytes and ``flops`` are of one rank, its ``tokens`` those of all.
 
     Raises:
         MissingFigure: if the hardware lacks a value; the message names it and what needs it.

@@ -75,29 +75,29 @@ def save_pretrained(
     if dtype is not None and is_given:
         raise ValueError("save_pretrained takes dtype= or state_dict=, not both: a state has the dtypes it has")
     dtype = None if dtype is compute else dtype  # then each is written in its own: some stay in fp32
-    writes = ranks.everyone.rank == ranks.parts.rank == 0
-    takes = writes and not is_given
+    is_writer = ranks.everyone.rank == ranks.parts.rank == 0
+    collects = is_writer and not is_given
     result: Any = None
     views: dict[str, torch.Tensor] = {}
     # What fails is kept: raised now, the others would wait at the next meeting until the timeout.
     attempt = Attempt(BaseException)
-    if writes:
+    if is_writer:
         with attempt:
             if os.path.exists(folder) and not os.path.isdir(folder):
                 raise StorageError(f"save_pretrained({str(folder)!r}): that is a file, not a directory")
-            if takes:
+            if collects:
                 os.makedirs(folder, exist_ok=True)
     # Of slices and stages one rank each reads. To the end even after a failure: others send and serve every param.
     for name, whole in _wholes(engine, dtype or compute, dtype) if ranks.is_cut and ranks.reads_parts else ():
-        if takes and not attempt.has_failed:
+        if collects and not attempt.has_failed:
             with attempt:
                 views[name] = _places(folder, [(whole.shape, whole.dtype)])[0].copy_(whole)
-    if takes and not attempt.has_failed:
+    if collects and not attempt.has_failed:
         with attempt:
             views = views if ranks.is_cut else _views(engine.by_names, folder, dtype)
             kwargs = {**kwargs, "state_dict": _state_of(model, engine.by_names, views)}
     engine.shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
-    if writes and not attempt.has_failed:
+    if is_writer and not attempt.has_failed:
         with attempt:
             result = original.save_pretrained(folder, *args, **kwargs)
             if dtype is not None and not is_a(type(model), "PeftModel"):
