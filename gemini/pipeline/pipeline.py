@@ -99,7 +99,7 @@ class Pipeline:
         config = config_of(config).resolved()
         if config.gradients == "retain":
             config = replace(config, gradients="accumulate")
-        size = size_of(mesh, "pp")
+        size = 1 if mesh is None else size_of(mesh, "pp")
         _check(schedule, size, micro_batches, stages, config)
         _check_model(model, config, size)
         course = course_of(model, _example_for(model) if example is None else example)

@@ -71,10 +71,8 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     return names
 
 
-def size_of(mesh: DeviceMesh | None, *names: str) -> int:
-    """How many ranks there are along these dims; 1 along dims that the mesh does not have, and without a mesh."""
-    if mesh is None:
-        return 1
+def size_of(mesh: DeviceMesh, *names: str) -> int:
+    """How many ranks there are along these dims; 1 along dims that the mesh does not have."""
     return math.prod(along for name, along in zip(names_of(mesh), mesh.mesh.shape, strict=True) if name in names)
 
 

@@ -66,8 +66,7 @@ def sequence_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[st
         ValueError: if ``cp`` does not divide the number of tokens, for padding elsewhere than at the end, for packed
             sequences (``position_ids`` that start again), and for tensors that cannot be cut.
     """
-    size = size_of(mesh, "cp")
-    if size == 1 or mesh is None:
+    if mesh is None or (size := size_of(mesh, "cp")) == 1:
         return dict(batch)
     return part_of(batch, place_in(mesh, "cp"), size)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gemini.config import GeminiConfig, config_of
+from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, human_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.patches import register, replaced
@@ -538,7 +538,7 @@ class _OfEngine:
 
 
 def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> nn.Module:
-    config = config_of(config)
+    config = GeminiConfig() if config is None else config
     if not isinstance(model, nn.Module):
         raise TypeError(f"GeminiDDP(model, config) wraps an nn.Module, got {type(model).__name__}")
     if not isinstance(config, GeminiConfig):

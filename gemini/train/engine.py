@@ -180,7 +180,6 @@ class Engine:
 
 
 def engine_of(model: Any) -> Engine:
-    """The engine of a managed model."""
     engine: Engine = model.__dict__["_gemini_engine"]
     return engine
 

@@ -65,7 +65,6 @@ class WriteObservers(list[WriteObserver]):
     """
 
     def before_updates(self) -> None:
-        """Tell all."""
         for observer in tuple(self):
             observer.before_updates()
 
@@ -77,7 +76,6 @@ class WriteObservers(list[WriteObserver]):
             observer.before_write(chunk)
 
     def close(self) -> None:
-        """Tell all."""
         for observer in tuple(self):
             observer.close()
 

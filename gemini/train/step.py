@@ -76,7 +76,6 @@ class Occupancy:
         return self._is_taken("wants") and not any(map(_stands_still, self._others()))
 
     def leave(self) -> None:
-        """End the forward of this thread."""
         own = threading.get_ident()
         self.inside.pop(own, None)
         self.parts.discard(own)
@@ -88,7 +87,6 @@ class Occupancy:
 
     @property
     def is_own(self) -> bool:
-        """Whether this thread is alone."""
         mark = self._alone.get("is")
         return (
             mark is not None

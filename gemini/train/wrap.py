@@ -77,15 +77,12 @@ def manage(
     """
     changes, is_filled = Changes(), fill is None
     try:
-        whole = (
-            whole
-            or cut_if_whole(model, mesh, is_filled=is_filled)
-            or spread_experts(model, mesh, is_filled=is_filled)
-            or WholeParams()
-        )
+        if whole is None:
+            whole = cut_if_whole(model, mesh, is_filled=is_filled) or spread_experts(model, mesh, is_filled=is_filled)
         # Each undo is noted before, or as soon as, its change can have begun: an interrupt must find it in the list.
-        changes.append(_to_call(whole.give_back))
-        cuts = whole.by_param(model) or cuts_in(model)
+        if whole is not None:
+            changes.append(_to_call(whole.give_back))
+        cuts = cuts_in(model) if whole is None else whole.by_param(model)
         # Before anything is planned: what is computed in tiles is gathered together.
         if config.tile_tokens not in (None, "auto"):
             changes.append(_to_call(tile_tokens(model, config.tile_tokens).take_away))
@@ -108,7 +105,8 @@ def manage(
     # From here on undoing gives the values of then, not those of before: old values free their memory.
     engine.adoption.keep()
     moved.keep()
-    whole.keep()
+    if whole is not None:
+        whole.keep()
     model.__dict__["_gemini_changes"] = changes
     # Optimizers made before the wrap (with plain states) move their states into chunks.
     for optimizer in owners_of(engine.params.handles):
@@ -116,16 +114,19 @@ def manage(
     return model
 
 
-def _put_on(model: nn.Module, planned: Structure, engine: Engine, whole: WholeParams, changes: Changes) -> _Buffers:
+def _put_on(
+    model: nn.Module, planned: Structure, engine: Engine, whole: WholeParams | None, changes: Changes
+) -> _Buffers:
     """Give a model, whose params are home, its engine, tiles, buffers and hooks; each with its undo in ``changes``.
     ``planned``: the structure that the engine was made for. Returns the buffers, which can go back until they are kept.
     """
     structure = planned
-    changes.append(_to_call(whole.take_away))
-    whole.put_on(model, engine.ranks)
+    if whole is not None:
+        changes.append(_to_call(whole.take_away))
+        whole.put_on(model, engine.ranks)
+        engine.adoption.becomes_whole = whole.comes_back
     model.__dict__["_gemini_engine"] = engine
     changes.append(_take_from_engine)
-    engine.adoption.becomes_whole = whole.comes_back
     # With `fill` another module may have come, and "auto" has chosen its tile only now.
     tokens = engine.decision.tile_tokens
     if model is not planned.model or (tokens is not None and engine.config.tile_tokens == "auto"):
@@ -244,7 +245,6 @@ class _Buffers:
         self._before = [(module, own) for _, module in structure.modules if (own := own_buffers(module))]
 
     def move(self) -> None:
-        """Bring them there."""
         for module, named in self._before:
             # Random projections (VeRA) multiply what adapters give, in its dtype; UniLora has indices too.
             in_compute = is_a(type(module), "BufferDict")

@@ -69,7 +69,6 @@ class Form(NamedTuple):
 
     @property
     def specs(self) -> list[PlaneSpec]:
-        """Its planes."""
         halves = [PlaneSpec(WEIGHTS, "bfloat16"), PlaneSpec(RESIDUAL, self.rule.residual)]
         return [*([PlaneSpec(WEIGHTS, "float32")] if self.fp32 else halves), *self.rule.planes]
 

@@ -46,6 +46,8 @@ from gemini.waiting import PROGRESS, Latch, await_latch
 _HOLDER = "checkpoint"
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """Staging where nothing is staged."""
+_OVER = Transfer(Lane.CHECKPOINT)  # in the place of one behind the training, where all is written at once
+_OVER.finish()
 
 
 class PlanePart(NamedTuple):
@@ -351,9 +353,7 @@ class PendingCheckpoint(WriteObserver):
         self._pending: dict[int, Event] = {}  # updates that were in flight, by chunk: what is written is what they make
         self._urgent = -1  # the chunk that somebody waits for
         self._abandoned = False
-        # The writing behind the training; where it is written at once this one, of nothing, which is over.
-        self._transfer = Transfer(Lane.CHECKPOINT)
-        self._transfer.finish()
+        self._transfer = _OVER  # the writing behind the training, if it is not written at once
         self._transfers: Callable[[], Transfers | None] = lambda: None
         """Weak: it has the model's staging, and a handle of the checkpoint may outlive the model."""
         self._was_told = False

@@ -208,7 +208,6 @@ class SavedWeights:
         return 1
 
     def _is_open(self) -> bool:
-        """Whether our hooks are on top."""
         there = _hooks._top_saved_tensors_default_hooks(False)
         return bool(there) and _owner_of(there[0]) is self
 

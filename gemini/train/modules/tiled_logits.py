@@ -351,7 +351,6 @@ class Head:
             self._asked = None
 
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits themselves."""
         # The layer gives real logits inside: called by a tile, now and again in backward.
         with replaced(self, "_promises", False):
             return self._call(hidden)
@@ -374,7 +373,6 @@ class Head:
                 own.update(order)
 
     def layer_forward(self, hidden: torch.Tensor) -> Any:
-        """The forward of the layer."""
         asked, self._asked = self._asked, None
         if asked:
             return asked.at_once(hidden, self.layer, functools.partial(asked.whole, head=self.whole))
@@ -383,7 +381,6 @@ class Head:
         return Logits.of(self, hidden, hidden.dtype)
 
     def model_forward(self) -> Callable[..., Any]:
-        """The forward of the model."""
         whole = type(self.model).forward.__get__(self.model)
         signature = inspect.signature(whole)
 

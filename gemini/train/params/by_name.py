@@ -371,7 +371,6 @@ class Owner(Protocol):
 
 
 def owner_of(handle: ParamHandle) -> Owner:
-    """Return what manages a param."""
     owner: Owner | None = handle.owner()
     if not owner:
         raise ParamAccessError(f"the model that managed {handle.name!r} was deleted; its params hold nothing any more")

@@ -36,7 +36,6 @@ class TensorSlice(NamedTuple):
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of this slice."""
         return tuple(n // self.size if dim == self.dim else n for dim, n in enumerate(self.shape))
 
     @property
@@ -170,7 +169,6 @@ class ParamHandle:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Its shape without slices."""
         return self.cut.shape if self.cut else tuple(self.param.shape)
 
     def as_it_was(self, value: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,6 @@ class Draws:
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
     def put_back(self) -> None:
-        """Let them come again."""
         if self._there is not None and self._device is not None:
             torch.cuda.set_rng_state(self._there, self._device)
         torch.set_rng_state(self._torch)
@@ -166,7 +165,6 @@ class Again:
         beginning.draws.put_back()
 
     def _say(self, what: str, said: str, gave: str) -> None:
-        """Warn of what is made once more, and why."""
         warn(
             f"{what} ran out of memory ({said.partition('. ')[0]}) and is made once more with the same random numbers; "
             f"{gave}. A larger activations= leaves it room from the beginning"

@@ -296,11 +296,15 @@ def _make_params(
     cuts: Mapping[int, TensorSlice],
 ) -> ParamSet:
     """Make the handles, in the order of declaration; their views are still missing."""
-    place_of = {slot.name: (chunk, slot) for chunk in chunks for slot in chunk.spec.slots}
+    size, rank = ranks.size, ranks.rank
+    place_of = {
+        slot.name: (chunk, slot, part_of(slot, chunk.spec.numel, size, rank))
+        for chunk in chunks
+        for slot in chunk.spec.slots
+    }
     params = ParamSet([], {})
     for n in named:
-        chunk, slot = place_of[n.names[0]]
-        part = part_of(slot, chunk.spec.numel, ranks.size, ranks.rank)
+        chunk, slot, part = place_of[n.names[0]]
         kind = type(n.param) if issubclass(type(n.param), nn.Parameter) else nn.Parameter
         cut = cuts.get(id(n.param))
         handle = ParamHandle(n.names[0], n.names, n.param, chunk, slot, part, owner, kind=kind, cut=cut)

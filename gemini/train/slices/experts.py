@@ -164,8 +164,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
     same on every rank. Raises ValueError for a model without experts, adapters of experts, and sizes that do not
     divide: nothing is changed; RankMismatch, on every rank, if ranks of ``ep`` have other weights.
     """
-    size = size_of(mesh, "ep")
-    if mesh is None or size == 1:
+    if mesh is None or (size := size_of(mesh, "ep")) == 1:
         return None
     plan = plan_of(model)
     found = [name for name, _ in model.named_modules() if style_of(plan, name) == _MODULES]

@@ -124,7 +124,7 @@ _NOTHING = object()
 
 
 class WholeParams:
-    """The params of a model that become slices, here none, and what they and their modules were before."""
+    """The params of a model that become slices, and what they and their modules were before."""
 
     comes_back = False
     """Whether the model is whole again when it is released."""
@@ -147,11 +147,12 @@ class WholeParams:
 
     def by_param(self, model: nn.Module) -> dict[int, TensorSlice]:
         """The slices by the ids of the params of ``model``, which may have let go of some."""
-        named = dict(model.named_parameters(remove_duplicate=False)) if self.params else {}
+        named = dict(model.named_parameters(remove_duplicate=False))
         return {id(named[name]): cut for name, cut in self.params.items() if name in named}
 
     def put_on(self, model: nn.Module, ranks: Ranks | None = None) -> None:
         """Until :meth:`take_away`, modules of ``model`` (this one or one built alike) compute with what is here."""
+        raise NotImplementedError
 
     def give_back(self) -> None:
         """Make the params whole again."""
@@ -303,7 +304,7 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
     """Cut a model that is to be managed over ``mesh``: None if it has been cut by hand, or need not be cut.
     ``is_filled``: it has its values; else it is whole, and the same on every rank. Raises as :func:`slice_tensors`.
     """
-    size = size_of(mesh, "tp")
+    size = 1 if mesh is None else size_of(mesh, "tp")
     found = sliced_in(model)
     if found is not None:
         if found.slices.size != size:

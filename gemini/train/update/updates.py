@@ -340,7 +340,6 @@ class Updates:
             self.unseen.look()
 
     def await_held(self) -> None:
-        """Wait until no update in flight holds gradients."""
         for job in list(self.pending.values()):
             if job.held:
                 # Not `_await`: they stay in the list, and their errors are told where their chunks are needed.
@@ -432,7 +431,6 @@ class Updates:
 
 
 def _in_a_backward() -> bool:
-    """Whether a backward goes on in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
