@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.trace import AttentionWork, MemoryTrace, Moment, Phase
 from gemini.planning.working import TILE
 from gemini.tiers import Tier
+from gemini.train.activations import flights
 from tests.virtual_time import Rates, TimedStandin, VirtualClock
 from tests.world import world_of
 
@@ -227,7 +229,7 @@ def clocked(case: Case, folder: Path, *, num_steps: int = 3) -> Told:
     small.gradient_checkpointing_enable({"use_reentrant": False})
     _charge(small, trace, clock, hardware, 0.0 if case.resident else figures.get("hook_seconds", 0.0))
     memory = gemini.MemoryBudget(gpu=budgets[Tier.GPU], cpu=budgets[Tier.CPU])
-    with clock.running():
+    with clock.running(), patch.object(flights, "DEPTH", flights.DEPTH // SCALE):
         config = gemini.GeminiConfig(
             memory=memory, placement=plan, gradients=case.gradients, device=TimedStandin(clock),
             max_chunk=DEFAULT_MAX_CHUNK // SCALE,

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from gemini.memory.devices.device import Event
+from gemini.tiers import Tier
+from gemini.train.gradients.store import HOLDER, GradientStore
 from tests.clocked_steps import CASES, Case, clocked
+from tests.virtual_time import TimedEvent, TimedStandin
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[7]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[7], CASES[11]], ids=str)
 def test_a_step_takes_what_the_simulator_says(case: Case, tmp_path: Path, summary: Any) -> None:
     """Of those with updates inside backward too, all of which was launched long before: they begin where gradients are
     there, though the one that is read first has the gradient that comes last.
@@ -19,3 +24,34 @@ def test_a_step_takes_what_the_simulator_says(case: Case, tmp_path: Path, summar
     summary(f"{case}, 3 layers: {told.predicted:.3f} s predicted, {told.clocked:.3f} s clocked")
     assert told.predicted == pytest.approx(told.clocked, rel=0.05)
     assert told.blocked == 0 and told.landed >= 0.9
+
+
+def test_without_room_for_all_gradients_of_a_backward_the_device_waits_for_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of backward is launched at once, and the link is slower than it. On the device's time line gradients take no
+    more than the budget has for them: what is computed next comes behind the copy of the oldest.
+    """
+    copy, leave = TimedStandin.copy, GradientStore._leave
+    alive, held = list[tuple[float, float, int]](), [0]
+
+    def watched_copy(device: TimedStandin, into: torch.Tensor, source: torch.Tensor, stream: str, **how: Any) -> Event:
+        computed = device.clock.mark()
+        event: Event = copy(device, into, source, stream, **how)
+        if stream == "evict":
+            assert isinstance(event, TimedEvent) and isinstance(computed, TimedEvent)
+            alive.append((computed.at, event.at, source.nbytes))
+        return event
+
+    def watched_leave(store: GradientStore, *args: Any) -> None:
+        leave(store, *args)
+        held[0] = max(held[0], store._ledger.held(Tier.GPU, HOLDER))
+
+    monkeypatch.setattr(TimedStandin, "copy", watched_copy)
+    monkeypatch.setattr(GradientStore, "_leave", watched_leave)
+    told = clocked(Case("rtx4090", 8 * 2**30, 1024, layers=3), tmp_path)
+    assert told.blocked == 0 and told.predicted == pytest.approx(told.clocked, rel=0.05)
+    whole = sum(num_bytes for *_, num_bytes in alive) // 3
+    at_once = max(sum(n for start, stop, n in alive if start <= at < stop) for at, *_ in alive)
+    assert 0 < held[0] < whole, "there was room for all of them"
+    assert at_once <= held[0]

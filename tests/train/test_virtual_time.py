@@ -108,6 +108,24 @@ def test_backward_waits_for_no_gradient_and_takes_the_same_time_each_time(
     assert run() == run()
 
 
+def test_an_update_on_the_host_does_not_wait_for_what_the_device_was_given_since(tmp_path: Path) -> None:
+    """Its weights are on the device: they leave, and come back, behind the backward and nothing that came after it."""
+    clock = VirtualClock(Rates(h2d=1e9, d2h=1e9, latency=1e-4, call=1e-5, host=1e9))
+    memory = gemini.MemoryBudget(gpu="64MiB", cpu="64MiB", nvme="1MiB", nvme_path=tmp_path)
+    ids = torch.arange(32).view(2, 16)
+    with clock.running():
+        config = gemini.GeminiConfig(
+            memory=memory, placement=gemini.StaticPlacement(weights_on_gpu=1.0), device=TimedStandin(clock)
+        )
+        model = gemini.GeminiDDP(models.make_model("llama"), config)
+        optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        clock.kernel(10.0)  # of something else, as of the blocks whose updates are over
+        world_of(model).settle()
+    assert clock.num_lost == 0 and clock.now < 5.0
+
+
 def backward(model: Any, clock: VirtualClock, ids: torch.Tensor, told: list[float]) -> None:
     loss = model(input_ids=ids, labels=ids).loss
     since = clock.now

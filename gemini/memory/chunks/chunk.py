@@ -139,12 +139,16 @@ class Plane(ABC):
         return -(-numel // align) * align
 
     @abstractmethod
-    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
-        """Start to copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length)."""
+    def begin_load(
+        self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False, after: Event | None = None
+    ) -> Event:
+        """Start to copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length). ``after``: of what the
+        device computes, all that this has to wait for; None: what it was given until now.
+        """
 
     @abstractmethod
-    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
-        """Start to overwrite ``[start, stop)`` with the host tensor ``source`` (same dtype and length)."""
+    def begin_store(self, start: int, stop: int, source: torch.Tensor, *, after: Event | None = None) -> Event:
+        """Start to overwrite ``[start, stop)`` with the host tensor ``source``, as :meth:`begin_load`."""
 
     def load(self, start: int, stop: int, into: torch.Tensor) -> None:
         """:meth:`begin_load`, and wait for it: before others."""
@@ -194,16 +198,19 @@ class MemoryPlane(Plane):
         # Two are that one, and the storage that is asked.
         return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) - 2  # type: ignore[attr-defined]
 
-    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+    def begin_load(
+        self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False, after: Event | None = None
+    ) -> Event:
         # On the stream of what leaves the device: weights that are fetched meanwhile have one of their own.
-        return self._copy(into, self._range(start, stop), "evict")
+        return self._copy(into, self._range(start, stop), "evict", after)
 
-    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
-        return self._copy(self._range(start, stop), source, "store")  # not behind weights that are fetched far ahead
+    def begin_store(self, start: int, stop: int, source: torch.Tensor, *, after: Event | None = None) -> Event:
+        # Not behind weights that are fetched far ahead.
+        return self._copy(self._range(start, stop), source, "store", after)
 
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, stream: str) -> Event:
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, stream: str, after: Event | None) -> Event:
         if self.tier is Tier.GPU:
-            return self._device.copy(into, source, stream)
+            return self._device.copy(into, source, stream, after, behind_computing=after is None)
         into.copy_(source)
         return DONE
 
@@ -231,10 +238,12 @@ class FilePlane(Plane):
         self.numel, self.dtype = numel, dtype
         self._offset = file.allocate(numel * dtype.itemsize)
 
-    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+    def begin_load(
+        self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False, after: Event | None = None
+    ) -> Event:
         return self.file.begin_read(self.to_read(start, stop, into), urgent=urgent)
 
-    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+    def begin_store(self, start: int, stop: int, source: torch.Tensor, *, after: Event | None = None) -> Event:
         return self.file.begin_write(self.to_write(start, stop, source))
 
     def to_read(self, start: int, stop: int, into: torch.Tensor) -> Iterable[Extent]:
@@ -274,20 +283,20 @@ Parts = Sequence[tuple[Plane, torch.Tensor]]
 """Planes, each with the host tensor that a range of it is read into, or written from."""
 
 
-def begin_load(parts: Parts, start: int, stop: int) -> Event:
+def begin_load(parts: Parts, start: int, stop: int, after: Event | None = None) -> Event:
     """Start to read the same range of these planes of one home; a file is asked once."""
     first, into = parts[0]
     if not isinstance(first, FilePlane):
-        return first.begin_load(start, stop, into)
+        return first.begin_load(start, stop, into, after=after)
     extents = [plane.to_read(start, stop, into) for plane, into in parts if isinstance(plane, FilePlane)]
     return first.file.begin_read(chain.from_iterable(extents))
 
 
-def begin_store(parts: Parts, start: int, stop: int) -> Event:
+def begin_store(parts: Parts, start: int, stop: int, after: Event | None = None) -> Event:
     """Start to overwrite the same range of these planes of one home; a file is asked once."""
     first, source = parts[0]
     if not isinstance(first, FilePlane):
-        return first.begin_store(start, stop, source)
+        return first.begin_store(start, stop, source, after=after)
     extents = [plane.to_write(start, stop, source) for plane, source in parts if isinstance(plane, FilePlane)]
     return first.file.begin_write(chain.from_iterable(extents))
 

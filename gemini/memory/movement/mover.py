@@ -260,16 +260,22 @@ class Mover:
         # A worker counts for the step that handed its work over, though that may be over by now.
         (self._of_thread.working or self.watch).moved.add(source, target, num_bytes)
 
-    def begin_load(self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int) -> None:
-        """Start to fill host tensors from the same range of these planes; ``events`` gets each end as it begins."""
+    def begin_load(
+        self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int, after: Event | None
+    ) -> None:
+        """Start to fill host tensors from the same range of these planes; ``events`` gets each end as it begins.
+        ``after``: as for :meth:`gemini.memory.chunks.chunk.Plane.begin_load`.
+        """
         for own in _by_home(parts):
-            tier, begin = own[0][0].tier, partial(begin_load, own, start, stop)
+            tier, begin = own[0][0].tier, partial(begin_load, own, start, stop, after)
             events.append(self.under_way(tier, Tier.CPU, _num_bytes(own), begin, name, chunk))
 
-    def begin_store(self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int) -> None:
+    def begin_store(
+        self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int, after: Event | None
+    ) -> None:
         """Start to overwrite the same range of these planes from host tensors, as :meth:`begin_load`."""
         for own in _by_home(parts):
-            tier, begin = own[0][0].tier, partial(begin_store, own, start, stop)
+            tier, begin = own[0][0].tier, partial(begin_store, own, start, stop, after)
             events.append(self.under_way(Tier.CPU, tier, _num_bytes(own), begin, name, chunk))
 
     def under_way(

@@ -8,6 +8,7 @@ needs that: where there is none, moves are made in turn as without overlap. Used
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.ledger import WELCOME, Turn, Want
 from gemini.memory.devices.device import DONE, Event
@@ -86,6 +88,8 @@ class Flight(Transfer):
         self.on_device: torch.Tensor | None = None
         """Where the host does not compute: the values there, of the tensor's shape and contiguous. Nobody else may have
         that memory before ``copies`` are over."""
+        self.stream = -1
+        """On which a save was begun."""
 
 
 class Flights:
@@ -169,6 +173,7 @@ class Flights:
         else:
             # A copy on the device: the model may overwrite the tensor before the link has come to it.
             flight.on_device = tensor.clone(memory_format=torch.contiguous_format)
+            flight.stream = device.stream_number()
         with WHOLE:  # memory of a flight that is not known would be given to others while it is copied
             if flight.on_device is not None:
                 source = _bytes(flight.on_device)
@@ -180,10 +185,21 @@ class Flights:
             offloaded.flight = flight
 
     def _end_oldest(self) -> None:
-        """Wait for the save that was begun first."""
+        """End the save that was begun first, on a GPU without waiting for it: its memory is that of the stream."""
         for flight in list(self.saving.values())[:1]:
+            if flight.stream == self._device.stream_number():
+                self._pass(flight)
             self._transfers.wait(flight, "activation", "wait for room to offload activations")
             self.reap()
+
+    def _pass(self, flight: Flight) -> None:
+        """Let the device wait for a flight's copies, and nobody else: whoever has its memory or its place next uses it
+        behind what is computed from here on. One that failed is as it was.
+        """
+        if flight.is_complete() and flight.on_device is not None:
+            with contextlib.suppress(GeminiError):
+                flight.copies.wait_on_device()
+                flight.copies = DONE
 
     def reap(self) -> None:
         """Take note of the saves that are over; what went wrong is told by :meth:`check`."""
@@ -315,8 +331,9 @@ class Flights:
         # It has not left: the copy that travels is the value. A copy of that, since it goes on travelling.
         if flight.lane is Lane.OFFLOAD:
             return self._copy_of(offloaded, flight)
-        if not flight.is_over():
+        if not flight.is_complete():
             self._transfers.hurry(flight)
+        self._pass(flight)
         error = self._transfers.wait(flight, "activation", "wait for activations")
         values = None  # one that failed is tried again by whoever needs it: here and now
         if error is None:

@@ -25,6 +25,7 @@ from gemini.interrupts import WHOLE
 from gemini.ledger import WELCOME, Turn, Want
 from gemini.memory.devices.pages import PAGE, in_pages
 from gemini.memory.movement.mover import tiles
+from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
 from gemini.train.activations.flights import Flights, Gone, Offloaded
@@ -149,8 +150,9 @@ class ActivationStore:
         while self.gone:
             # It stays on the list until nothing moves there: after an interrupt this begins with it again.
             place, num_bytes, flight = self.gone[0]
-            if flight is not None:
-                # Before the place is given away: the drive would write to its next owner.
+            if flight is not None and (self._file is not None or flight.lane is Lane.RESTORE):
+                # Before the place is given away: the drive would write to its next owner. One that leaves for host
+                # memory need not be waited for: the next copy to its place comes behind it on the same stream.
                 self.flights.take_back(flight)
             self.gone.popleft()
             if self._file is None:

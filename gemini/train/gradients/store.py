@@ -61,16 +61,26 @@ def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
 
 
 class _Straight(Transfer):
-    """A gradient on its way into its plane by one copy. The device reads ``grad`` until that is over."""
+    """A gradient on its way into its plane by one copy, begun on ``stream``. The device reads ``grad`` until that is
+    over.
+    """
 
-    def __init__(self, chunk: Chunk, grad: torch.Tensor, held: Held):
+    def __init__(self, chunk: Chunk, grad: torch.Tensor, held: Held, stream: int):
         super().__init__(Lane.LANDING, of=chunk)
-        self.grad, self.held = [grad], held
+        self.grad, self.held, self.stream = [grad], held, stream
 
     def give_back(self) -> None:
         # The memory before its bytes: who finds these free allocates.
         self.grad.clear()
         super().give_back()
+
+    def give_way(self) -> None:
+        """Let what is computed from here on come behind the copy, and have the memory: the allocator gives it to what
+        is computed on this stream and to nothing else. What is copied stays in the list until it is over.
+        """
+        with WHOLE:
+            self.copies.wait_on_device()
+            self.give_back()
 
 
 class _GradPlace(NamedTuple):
@@ -153,6 +163,10 @@ class GradientStore:
                 behind = self._is_held(chunk, flat)
                 landing = self._leave_straight(handle, flat, home, behind=behind)
             if not behind:
+                if self._behind and not self.synchronous:
+                    with contextlib.suppress(GeminiError):  # told below
+                        landing.give_way()
+                        return
                 error = self._transfers.wait(landing, *WAIT_FOR_LANDING)
                 self._transfers.end(landing)
                 if error:
@@ -184,7 +198,7 @@ class GradientStore:
         """Sum up a gradient where it is, and begin to copy it home. ``behind``: its bytes are reserved."""
         index = handle.chunk.spec.index
         held = Held(self._ledger, self._device.tier, flat.nbytes if behind else 0, HOLDER)
-        landing = _Straight(handle.chunk, flat, held)
+        landing = _Straight(handle.chunk, flat, held, self._device.stream_number())
         try:
             sums = kernels.sum_squares(flat)
             with WHOLE:
@@ -252,12 +266,17 @@ class GradientStore:
         return found
 
     def relieve(self, want: Want) -> bool:
-        """Wait for a landing, whose end gives back memory of the device; False if there is none. Called by the training
-        thread, through the ledger.
+        """Give back the memory of a landing, the first that has some; False if there is none. Called by the training
+        thread, through the ledger. What is copied straight is waited for by the device and not by this thread.
         """
         if self._reap():
             return True
-        for waiting in [landing for landing in self.landing.values() if not landing.is_over()][:1]:
+        holding = [one for one in self.landing.values() if one.held and one.held.num_bytes and not one.is_over()]
+        for straight in holding:
+            if isinstance(straight, _Straight) and straight.stream == self._device.stream_number():
+                straight.give_way()
+                return True
+        for waiting in holding[:1]:
             if error := self._transfers.wait(waiting, *WAIT_FOR_LANDING):
                 raise error
             self._reap()

@@ -69,6 +69,8 @@ class ChunkUpdate(NamedTuple):
     in_place: TilesInPlace | None = None  # its tiles, if they were cut before
     window: torch.Tensor | None = None
     """The weights as they are, where they are gathered: read there and not from their home."""
+    ready: Event | None = None
+    """Of what the device computes, all that its planes there must wait for; None: all that it was given."""
 
     @property
     def landed(self) -> bool:
@@ -156,7 +158,7 @@ class Tile:
         self.staging: StagingSet | None = None  # its own until `finish`; None for the calling thread's
         self._stop, self._factor, self._guess = stop, factor, guess
         self._mover, self._rule, self._landed = mover, update.rule, update.landed
-        self._window = update.window
+        self._window, self._after = update.window, update.ready
         self._spans, self._first, self._last = part
         self._views: dict[str, torch.Tensor] = {}  # by kind: where the update works
         self._staged: list[PlaneKind] = []  # kinds that were brought, and are taken back
@@ -199,7 +201,7 @@ class Tile:
             window = self._window[self._first : self._last]
             self._events.append(self._begin_copy(self._views[WEIGHTS], window, behind_computing=False))
         parts = [(plane, self._views[kind]) for kind, plane in planes.items()]
-        self._mover.begin_load(self._events, parts, self._first, self._last, *self._label)
+        self._mover.begin_load(self._events, parts, self._first, self._last, *self._label, self._after)
 
     def _begin_copy(self, into: torch.Tensor, source: torch.Tensor, *, behind_computing: bool) -> Event:
         """Start to copy what the computing device has."""
@@ -219,7 +221,7 @@ class Tile:
         # The update reads gradients and changes none.
         parts = [(self.chunk.planes[kind], self._views[kind]) for kind in self._staged if kind != GRAD]
         if parts:
-            self._mover.begin_store(self._events, parts, self._first, self._last, *self._label)
+            self._mover.begin_store(self._events, parts, self._first, self._last, *self._label, self._after)
 
     def _update(self) -> None:
         for several, arrays in self._calls():

@@ -54,7 +54,8 @@ class UpdateJob(Transfer, PendingUpdate):
         guess: Guess,
     ):
         super().__init__(Lane.UPDATE, urgency, key=update.chunk.spec.index)
-        self.chunk, self.update = update.chunk, update
+        # Whoever launches is ahead of this thread: what was given to the device since has nothing to do with the chunk.
+        self.chunk, self.update = update.chunk, update._replace(ready=ready)
         # The step under way now: the update may end in the next one.
         self.working, self.threads = Working(moved), threads
         self.ready, self.observers, self.guess = ready, observers, guess
