@@ -74,7 +74,7 @@ def test_a_block_is_written_after_its_last_use_and_after_nothing_else(runtime: R
     third.populate()
     assert bytes_of(third).data_ptr() == 2**20, "the first one's memory"
     in_thread(lambda: fetch(runtime, device, third))
-    with runtime.stream(device._copying["fetch"].by_direction["cpu to cuda"]):
+    with runtime.stream(device._copying["fetch"].stream):
         assert runtime.is_behind(used) and not any(runtime.is_behind(number) for number in later)
     compute(second)
     with pytest.raises(AssertionError, match=r"computing with a: a has no memory"):

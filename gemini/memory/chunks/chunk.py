@@ -139,16 +139,12 @@ class Plane(ABC):
         return -(-numel // align) * align
 
     @abstractmethod
-    def begin_load(
-        self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False, after: Event | None = None
-    ) -> Event:
-        """Start to copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length). ``after``: of what the
-        device computes, all that this has to wait for; None: what it was given until now.
-        """
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        """Start to copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length)."""
 
     @abstractmethod
-    def begin_store(self, start: int, stop: int, source: torch.Tensor, *, after: Event | None = None) -> Event:
-        """Start to overwrite ``[start, stop)`` with the host tensor ``source``, as :meth:`begin_load`."""
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+        """Start to overwrite ``[start, stop)`` with the host tensor ``source`` (same dtype and length)."""
 
     def load(self, start: int, stop: int, into: torch.Tensor) -> None:
         """:meth:`begin_load`, and wait for it: before others."""
@@ -199,16 +195,17 @@ class MemoryPlane(Plane):
         return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) - 2  # type: ignore[attr-defined]
 
     def begin_load(
-        self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False, after: Event | None = None
+        self, start: int, stop: int, into: torch.Tensor, after: Event | None = None, *, urgent: bool = False
     ) -> Event:
         # On the stream of what leaves the device: weights that are fetched meanwhile have one of their own.
         return self._copy(into, self._range(start, stop), "evict", after)
 
-    def begin_store(self, start: int, stop: int, source: torch.Tensor, *, after: Event | None = None) -> Event:
+    def begin_store(self, start: int, stop: int, source: torch.Tensor, after: Event | None = None) -> Event:
         # Not behind weights that are fetched far ahead.
         return self._copy(self._range(start, stop), source, "store", after)
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor, stream: str, after: Event | None) -> Event:
+        # ``after``: of what the device computes, all that this waits for; None: what it was given until now.
         if self.tier is Tier.GPU:
             return self._device.copy(into, source, stream, after, behind_computing=after is None)
         into.copy_(source)
@@ -238,12 +235,10 @@ class FilePlane(Plane):
         self.numel, self.dtype = numel, dtype
         self._offset = file.allocate(numel * dtype.itemsize)
 
-    def begin_load(
-        self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False, after: Event | None = None
-    ) -> Event:
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
         return self.file.begin_read(self.to_read(start, stop, into), urgent=urgent)
 
-    def begin_store(self, start: int, stop: int, source: torch.Tensor, *, after: Event | None = None) -> Event:
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
         return self.file.begin_write(self.to_write(start, stop, source))
 
     def to_read(self, start: int, stop: int, into: torch.Tensor) -> Iterable[Extent]:
@@ -283,22 +278,15 @@ Parts = Sequence[tuple[Plane, torch.Tensor]]
 """Planes, each with the host tensor that a range of it is read into, or written from."""
 
 
-def begin_load(parts: Parts, start: int, stop: int, after: Event | None = None) -> Event:
-    """Start to read the same range of these planes of one home; a file is asked once."""
-    first, into = parts[0]
-    if not isinstance(first, FilePlane):
-        return first.begin_load(start, stop, into, after=after)
-    extents = [plane.to_read(start, stop, into) for plane, into in parts if isinstance(plane, FilePlane)]
-    return first.file.begin_read(chain.from_iterable(extents))
-
-
-def begin_store(parts: Parts, start: int, stop: int, after: Event | None = None) -> Event:
-    """Start to overwrite the same range of these planes of one home; a file is asked once."""
-    first, source = parts[0]
-    if not isinstance(first, FilePlane):
-        return first.begin_store(start, stop, source, after=after)
-    extents = [plane.to_write(start, stop, source) for plane, source in parts if isinstance(plane, FilePlane)]
-    return first.file.begin_write(chain.from_iterable(extents))
+def begin_move(parts: Parts, start: int, stop: int, after: Event | None = None, *, write: bool) -> Event:
+    """Start to read, or overwrite, the same range of these planes of one home; a file is asked once."""
+    first, memory = parts[0]
+    if isinstance(first, MemoryPlane):
+        return (first.begin_store if write else first.begin_load)(start, stop, memory, after)
+    of_file = [(plane, tensor) for plane, tensor in parts if isinstance(plane, FilePlane)]
+    extents = [(plane.to_write if write else plane.to_read)(start, stop, tensor) for plane, tensor in of_file]
+    file = of_file[0][0].file
+    return (file.begin_write if write else file.begin_read)(chain.from_iterable(extents))
 
 
 def make_plane(

@@ -1,7 +1,7 @@
 """One NVIDIA GPU behind the device contract: copy streams, CUDA events, registered host memory.
 
-A copy stream of the contract is one CUDA stream for each direction, and no two share one, so that weights on their way
-in and gradients on their way out run at the same time and wait for nothing of each other's. A copy comes after what the
+A copy stream of the contract is one CUDA stream, and no two share one, so that weights on their way in and gradients on
+their way out run at the same time and wait for nothing of each other's. A copy comes after what the
 computing streams were given before it, or only after the event that it is told to come after; by events and not by
 waiting, so host code goes on at once. Who reads the copied bytes on the GPU lets the computing stream wait
 (``Event.wait_on_device``), who reads them on the host waits itself.
@@ -29,7 +29,7 @@ import torch
 from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.interrupts import call_without_grad
-from gemini.memory.devices.cuda_windows import SMALL, CopyStreams, CudaEvent, CudaWindow, WindowMemory
+from gemini.memory.devices.cuda_windows import SMALL, CopyStream, CudaEvent, CudaWindow, WindowMemory
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE, Window, host_bytes
 from gemini.memory.devices.pinned import PinnedArena
@@ -58,7 +58,7 @@ class CudaDevice(Device):
         self._nodes = memory_nodes()
         # Reentrant: `copy` and `mark` ask for the computing streams under it.
         self.lock = threading.RLock()
-        self._copying: dict[str, CopyStreams] = {}
+        self._copying: dict[str, CopyStream] = {}
         self._beside: dict[str, torch.cuda.Stream] = {}
         self._own: set[int] = set()  # handles of the streams that were made here
         self._of_thread = _OfThread()
@@ -190,23 +190,18 @@ class CudaDevice(Device):
     ) -> Event:
         if after is not None and not isinstance(after, CudaEvent):
             after.wait()  # of the host: nothing on the GPU could wait for it
-        direction = f"{source.device.type} to {into.device.type}"
         with self.lock, torch.cuda.device(self.torch_device):
-            streams = self._copying.setdefault(stream, CopyStreams())
+            if stream not in self._copying:
+                self._copying[stream] = CopyStream(self.new_stream())
+            copying, on = self._copying[stream], self._copying[stream].stream
             # Here, and not when copies end: nobody is told of that.
-            streams.let_go()
-            if direction not in streams.by_direction:
-                streams.by_direction[direction] = self.new_stream()
-            on = streams.by_direction[direction]
+            copying.let_go()
             # What is copied out may still be computed, and what is copied over may still be read.
             if behind_computing:
                 for computing in self.computing_streams():
                     on.wait_event(computing.record_event())
             if isinstance(after, CudaEvent):
                 after.hold_back(on)
-            # The two directions of one copy stream are two CUDA streams: only this keeps their copies in order.
-            if streams.last is not None and streams.last[0] != direction:
-                streams.last[1].hold_back(on)
             windows = [self._windows.get(_storage(tensor)) if tensor.is_cuda else None for tensor in (into, source)]
             for window in windows:
                 if window is not None:
@@ -217,7 +212,6 @@ class CudaDevice(Device):
                 # Not plain: torch goes through copies of its own.
                 call_without_grad(into.copy_, source, non_blocking=plain)
             event = CudaEvent(self.torch_device, on, "a copy")
-            streams.last = (direction, event)
             for tensor, window in zip((into, source), windows, strict=True):
                 # The memory is not given to others while the copy works on it. For windows not by ``record_stream``,
                 # which frees a block behind everything that the stream was given until then, the copies far ahead too.
@@ -226,7 +220,7 @@ class CudaDevice(Device):
                 elif tensor.is_cuda and not kept:
                     tensor.record_stream(on)
             # The engines read and write host memory after this returns; nothing but these references keeps it there.
-            streams.in_flight.append((event, [tensor for tensor in (into, source) if not tensor.is_cuda]))
+            copying.in_flight.append((event, [tensor for tensor in (into, source) if not tensor.is_cuda]))
         return event
 
     def mark(self) -> Event:

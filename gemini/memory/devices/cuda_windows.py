@@ -130,12 +130,11 @@ class CudaEvent(Event):
         raise AssertionError("the GPU says when its work is over")
 
 
-class CopyStreams:
-    """One copy stream: a CUDA stream for each direction, its copies in order. Changed under the lock of its device."""
+class CopyStream:
+    """One copy stream. Changed under the lock of its device."""
 
-    def __init__(self) -> None:
-        self.by_direction: dict[str, torch.cuda.Stream] = {}
-        self.last: tuple[str, CudaEvent] | None = None  # direction and end of the copy that was given last
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
         # Host memory of copies under way: the GPU's engines use it and hold no reference.
         self.in_flight: deque[tuple[CudaEvent, list[torch.Tensor]]] = deque()
 

@@ -171,9 +171,8 @@ class Device(ABC):
         """Start copying between host and device, from any thread. Streams ("fetch", "evict") run in order, independent
         of each other. Until the event is complete ``into`` is neither read nor written, and ``source`` not written.
         It begins when ``after`` is complete (and fails where that failed), and if ``behind_computing`` behind what the
-        computing stream was given before. ``kept``: the caller lets go of neither before the event is complete, or the
-        stream that the memory is of was told to come behind it (``Event.wait_on_device``). Then memory of a GPU is free
-        as soon as he does, else behind all that the stream was given until then.
+        computing stream was given before. ``kept``: the caller lets go of neither before the event is complete, or its
+        stream comes behind that. Then memory of a GPU is free as soon as he does, else behind all copies given before.
         """
 
     def beside(self, name: str) -> AbstractContextManager[None]:

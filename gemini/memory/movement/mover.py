@@ -18,13 +18,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from gemini.ledger import Ledger
-from gemini.memory.chunks.chunk import Chunk, FilePlane, Parts, Plane, begin_load, begin_store
+from gemini.memory.chunks.chunk import Chunk, FilePlane, Parts, Plane, begin_move
 from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.nvme import SpillFile
@@ -43,12 +42,8 @@ def tiles(start: int, stop: int, tile: int) -> list[tuple[int, int]]:
     return [(at, min(at + tile, stop)) for at in range(start, stop, tile)]
 
 
-def _num_bytes(parts: Parts) -> int:
-    return sum([memory.nbytes for _, memory in parts])
-
-
-def _by_home(parts: Parts) -> list[Parts]:
-    """Put together what :func:`begin_load` and :func:`begin_store` take at once: all in one file, a plane in memory."""
+def by_home(parts: Parts) -> list[Parts]:
+    """Put together what :func:`begin_move` takes at once: all in one file, a plane in memory."""
     homes: dict[SpillFile | Plane, list[tuple[Plane, torch.Tensor]]] = {}
     for plane, memory in parts:
         homes.setdefault(plane.file if isinstance(plane, FilePlane) else plane, []).append((plane, memory))
@@ -260,24 +255,6 @@ class Mover:
         # A worker counts for the step that handed its work over, though that may be over by now.
         (self._of_thread.working or self.watch).moved.add(source, target, num_bytes)
 
-    def begin_load(
-        self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int, after: Event | None
-    ) -> None:
-        """Start to fill host tensors from the same range of these planes; ``events`` gets each end as it begins.
-        ``after``: as for :meth:`gemini.memory.chunks.chunk.Plane.begin_load`.
-        """
-        for own in _by_home(parts):
-            tier, begin = own[0][0].tier, partial(begin_load, own, start, stop, after)
-            events.append(self.under_way(tier, Tier.CPU, _num_bytes(own), begin, name, chunk))
-
-    def begin_store(
-        self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int, after: Event | None
-    ) -> None:
-        """Start to overwrite the same range of these planes from host tensors, as :meth:`begin_load`."""
-        for own in _by_home(parts):
-            tier, begin = own[0][0].tier, partial(begin_store, own, start, stop, after)
-            events.append(self.under_way(Tier.CPU, tier, _num_bytes(own), begin, name, chunk))
-
     def under_way(
         self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
     ) -> Event:
@@ -302,9 +279,9 @@ class Mover:
 
     def store_all(self, parts: Parts, start: int, stop: int) -> None:
         """Overwrite the same range of these planes from host tensors; a file is asked once."""
-        for own in _by_home(parts):
-            with self.crossing(Tier.CPU, own[0][0].tier, _num_bytes(own)):
-                begin_store(own, start, stop).wait()
+        for own in by_home(parts):
+            with self.crossing(Tier.CPU, own[0][0].tier, sum([memory.nbytes for _, memory in own])):
+                begin_move(own, start, stop, write=True).wait()
 
     def host_tile(self, number: int, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:
         """The range as a host tensor, and whether it is scratch area ``number``, to be stored after a change."""

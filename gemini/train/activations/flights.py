@@ -88,8 +88,7 @@ class Flight(Transfer):
         self.on_device: torch.Tensor | None = None
         """Where the host does not compute: the values there, of the tensor's shape and contiguous. Nobody else may have
         that memory before ``copies`` are over."""
-        self.stream = -1
-        """On which a save was begun."""
+        self.stream = -1  # on which a save was begun
 
 
 class Flights:
@@ -185,7 +184,7 @@ class Flights:
             offloaded.flight = flight
 
     def _end_oldest(self) -> None:
-        """End the save that was begun first, on a GPU without waiting for it: its memory is that of the stream."""
+        """End the save that was begun first; a GPU waits for it itself."""
         for flight in list(self.saving.values())[:1]:
             if flight.stream == self._device.stream_number():
                 self._pass(flight)
@@ -193,8 +192,8 @@ class Flights:
             self.reap()
 
     def _pass(self, flight: Flight) -> None:
-        """Let the device wait for a flight's copies, and nobody else: whoever has its memory or its place next uses it
-        behind what is computed from here on. One that failed is as it was.
+        """Let the device wait for copies, and nobody else: memory and place have their next use behind what it computes
+        from here on. One that failed is as it was.
         """
         if flight.is_complete() and flight.on_device is not None:
             with contextlib.suppress(GeminiError):

@@ -61,9 +61,7 @@ def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
 
 
 class _Straight(Transfer):
-    """A gradient on its way into its plane by one copy, begun on ``stream``. The device reads ``grad`` until that is
-    over.
-    """
+    """A gradient on its way home by one copy, begun on ``stream``. The device reads ``grad`` until that is over."""
 
     def __init__(self, chunk: Chunk, grad: torch.Tensor, held: Held, stream: int):
         super().__init__(Lane.LANDING, of=chunk)
@@ -75,9 +73,7 @@ class _Straight(Transfer):
         super().give_back()
 
     def give_way(self) -> None:
-        """Let what is computed from here on come behind the copy, and have the memory: the allocator gives it to what
-        is computed on this stream and to nothing else. What is copied stays in the list until it is over.
-        """
+        """Let what is computed from here on come behind the copy, and have the memory, which no other stream gets."""
         with WHOLE:
             self.copies.wait_on_device()
             self.give_back()
@@ -163,15 +159,9 @@ class GradientStore:
                 behind = self._is_held(chunk, flat)
                 landing = self._leave_straight(handle, flat, home, behind=behind)
             if not behind:
-                if self._behind and not self.synchronous:
-                    with contextlib.suppress(GeminiError):  # told below
-                        landing.give_way()
-                        return
-                error = self._transfers.wait(landing, *WAIT_FOR_LANDING)
-                self._transfers.end(landing)
-                if error:
-                    handle.norm_sums = None
-                    raise error
+                landing.give_way()
+                if self.synchronous or not self._behind:
+                    self.drain()
             return
         if self._staging is not None:
             with WHOLE:
@@ -280,8 +270,7 @@ class GradientStore:
             if error := self._transfers.wait(waiting, *WAIT_FOR_LANDING):
                 raise error
             self._reap()
-            return True
-        return False
+        return bool(holding)
 
     def knows_sums(self, handles: list[ParamHandle]) -> bool:
         """Whether the sums of these gradients are numbers on the host already."""

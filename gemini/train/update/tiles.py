@@ -17,9 +17,9 @@ import torch
 
 from gemini import kernels, rules
 from gemini.errors import NonFiniteGradient
-from gemini.memory.chunks.chunk import Chunk, Plane
+from gemini.memory.chunks.chunk import Chunk, Parts, Plane, begin_move
 from gemini.memory.devices.device import Event
-from gemini.memory.movement.mover import Mover, StagingSet, tiles
+from gemini.memory.movement.mover import Mover, StagingSet, by_home, tiles
 from gemini.memory.watching import NOTHING
 from gemini.planning.layout import page_up
 from gemini.planning.planes import GRAD, RESIDUAL, WEIGHTS, PlaneKind
@@ -188,9 +188,7 @@ class Tile:
             self._views[GRAD] = inbound
             for span in self._spans:
                 into = inbound[span.start - self._first : span.stop - self._first]
-                # The worker has waited for the gradient; what was computed since is more than this copy needs.
-                behind = not self._mover.in_worker
-                self._events.append(self._begin_copy(into, self._grad_of(span), behind_computing=behind))
+                self._events.append(self._begin_copy(into, self._grad_of(span)))
 
     def _bring(self, planes: dict[PlaneKind, Plane]) -> None:
         """Start to bring planes into staging, which are taken back when they are updated."""
@@ -199,14 +197,22 @@ class Tile:
             # A copy, though the window is in host memory: a call that computes still may read the old weights there.
             del planes[WEIGHTS]
             window = self._window[self._first : self._last]
-            self._events.append(self._begin_copy(self._views[WEIGHTS], window, behind_computing=False))
+            self._events.append(self._begin_copy(self._views[WEIGHTS], window))
         parts = [(plane, self._views[kind]) for kind, plane in planes.items()]
-        self._mover.begin_load(self._events, parts, self._first, self._last, *self._label, self._after)
+        self._move(parts, write=False)
 
-    def _begin_copy(self, into: torch.Tensor, source: torch.Tensor, *, behind_computing: bool) -> Event:
+    def _move(self, parts: Parts, *, write: bool) -> None:
+        """Start to read the range of these planes into host tensors, or to overwrite it."""
+        for own in by_home(parts):
+            tier, num_bytes = own[0][0].tier, sum(tensor.nbytes for _, tensor in own)
+            ends = (Tier.CPU, tier) if write else (tier, Tier.CPU)
+            begin = partial(begin_move, own, self._first, self._last, self._after, write=write)
+            self._events.append(self._mover.under_way(*ends, num_bytes, begin, *self._label))
+
+    def _begin_copy(self, into: torch.Tensor, source: torch.Tensor) -> Event:
         """Start to copy what the computing device has."""
         device = self._mover.device
-        copy = partial(device.copy, into, source, "evict", behind_computing=behind_computing)
+        copy = partial(device.copy, into, source, "evict", self._after, behind_computing=self._after is None)
         return self._mover.under_way(device.tier, Tier.CPU, into.nbytes, copy, *self._label)
 
     def run(self) -> None:
@@ -221,7 +227,7 @@ class Tile:
         # The update reads gradients and changes none.
         parts = [(self.chunk.planes[kind], self._views[kind]) for kind in self._staged if kind != GRAD]
         if parts:
-            self._mover.begin_store(self._events, parts, self._first, self._last, *self._label, self._after)
+            self._move(parts, write=True)
 
     def _update(self) -> None:
         for several, arrays in self._calls():
