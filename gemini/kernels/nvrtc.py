@@ -204,8 +204,7 @@ class Driver:
 
     def launch(self, device: int, stream: int, kernel: str, blocks: int, *arguments: Any) -> None:
         """Enqueue a kernel of THREADS threads a block; nothing waits, but the first launch of a kernel compiles it.
-        ``arguments``: values of ctypes, of just the types that the kernel takes. Raises RuntimeError in the driver's
-        own words.
+        ``arguments``: values of ctypes, of just the types that the kernel takes. RuntimeError as the driver says it.
         """
         function = self._functions.get((device, kernel)) or self._load(device, kernel)
         places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))

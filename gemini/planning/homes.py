@@ -180,6 +180,7 @@ def _solve(
     overlapped: bool,
     compute_seconds: float,
 ) -> list[HomeChoice] | None:
+    """The choices that cost least within the budgets, beside what is ``used`` of them; None if there are none."""
     if not choices:
         return []
     scale, last = sum(base.values()) or 1.0, len(choices)

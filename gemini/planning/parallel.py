@@ -291,6 +291,7 @@ def _play(
     schedule: str,
     ends: bool,
 ) -> MeshOutcome:
+    """Play the step with its stages in one order (:func:`play_mesh`)."""
     sizes, costs = grid.sizes, _costs(trace, hardware, grid)
     boundary = trace.tokens * width * compute_itemsize(trace.precision)
     stages: list[StageOutcome] = []

@@ -288,6 +288,7 @@ def fill_fastest(problem: Problem) -> Placement:
 
 
 def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
+    """Fill the fastest tiers first, with weights and then with states, beside the bytes that are ``taken``."""
     sizes = problem.sizes
     indices = range(len(sizes))
     tiers = [tier for tier in Tier if tier in problem.budgets]

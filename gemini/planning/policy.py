@@ -327,8 +327,7 @@ def _choose(
 
 def _short_moments(gaps: Sequence[Gap], free: Sequence[int]) -> list[tuple[int, frozenset[int]]]:
     """The moments whose room can be short: what is free there, and the gaps over it. A moment that another one implies
-    (all its gaps are over that one too, which has no more room) is left out: of a forward, in which gaps only begin, a
-    few remain.
+    (all its gaps are over that one too, which has no more room) is left out: of a forward, where gaps only begin, few.
     """
     rows: list[tuple[int, frozenset[int]]] = []
     growing, before = 0, frozenset[int]()  # no gap has ended since the row of that number

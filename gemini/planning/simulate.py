@@ -67,6 +67,7 @@ def _spans(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Span
 
 
 def _stalls(graph: Graph, run: TaskTimes, begin: float, end: float) -> dict[str, float]:
+    """Seconds between ``begin`` and ``end`` that computing waits, by what for."""
     found: dict[str, float] = {}
 
     def blame(task: int, since: float, until: float) -> None:

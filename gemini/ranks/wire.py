@@ -239,8 +239,7 @@ class Wire:
         """
         others = [rank for rank in senders if rank != self.rank]
         piece = min(scratch.numel() // (4 * max(2 * self.size, 4)), shard)
-        # Two sets by turns: the next piece arrives in one while the other is added up, and a sum stays until the sum
-        # after the next one.
+        # Two sets by turns: a piece arrives in one while the other is added up; a sum stays until the next but one.
         slots = scratch[: 8 * piece * (len(others) + 1)].view(2, len(others) + 1, 4 * piece)
         ranges = [(a, min(a + piece, shard)) for a in range(0, shard, piece)]
 

@@ -181,14 +181,15 @@ class StoreFolder:
             raise
 
     def _open(self, sizes: Mapping[str, int], smallest: Smallest) -> None:
+        """Go on from the newest commit that all ranks have, or begin a store beside what is there."""
         found = stores(self.directory)
         last = _number(found[-1]) if found else 0
         own = self._own_records(found[-1], sizes) if found else {}
         # The newest commit that all ranks have: the last one of whoever has least.
         newest = max((record.sequence for record in own.values()), default=-1)
         # One message for all of it. The smallest of `last` and of `-last` are equal only if all ranks see the same.
-        first, negative, alike, common = smallest([last, -last, int(bool(own)), newest])
-        if first != -negative:
+        least, minus_most, alike, common = smallest([last, -last, int(bool(own)), newest])
+        if least != -minus_most:
             raise StorageError(
                 f"{self.directory}: the ranks see different stores in it: give all of them the same folder"
             )

@@ -148,14 +148,12 @@ class Manager:
             # At the last pin alone, as in `acquire`.
             self.foresight.released(chunk.spec.index)
             chunk.step(UseChange.RELEASE)
-            # The update was handed over while a module read the window. From here on only the update does, and its end
-            # takes the window.
+            # It was handed over while a module read the window. From here on only the update does; its end takes it.
             if chunk.spec.index in self._updating and not chunk.is_lent:
                 chunk.step(UseChange.UPDATE)
             elif chunk.stale:
                 if chunk.spec.index in self._updating:
-                    # Lent since, so it is not UPDATING: the update must have read the old weights before new ones are
-                    # fetched over them.
+                    # Lent since, so not UPDATING: the update must have read the old weights before new ones come.
                     chunk.settle()
                     self.end_update(chunk)
                 # Overtaken: nobody may read these weights again, and whoever comes next fetches the new ones.
@@ -410,8 +408,7 @@ class Manager:
             with contextlib.suppress(Exception):  # told when the update is waited for
                 self._await_reader()
         for chunk in self.chunks:
-            # Before its window goes: a copy that is under way would write into memory that is not there. Whatever the
-            # books say of it.
+            # Before its window goes, whatever the books say: a copy under way would write where no memory is.
             if arriving := self.ahead.get(chunk.spec.index):
                 self._transfers.take_back(arriving, *self._what(chunk))
             chunk.fetched.wait_until_over()

@@ -289,6 +289,7 @@ class Rest:
 
 
 def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision: str, rule: RuleSpec) -> None:
+    """Raise PlanMismatch if the params of a checkpoint cannot become those of the model."""
     handles = params.handles
     if manifest.precision != precision:
         raise PlanMismatch(

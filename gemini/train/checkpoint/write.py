@@ -418,8 +418,7 @@ class PendingCheckpoint(WriteObserver):
             return
         saved, transfers = self._unsaved.get(index), self._transfers()
         if saved is not None and transfers is not None and not self.done() and not self._is_own_thread:
-            # Read by the thread when it takes its next piece. A later wish overwrites an earlier one, which then has
-            # its turn.
+            # Read by the thread as it takes its next piece. A later wish overwrites an earlier one, which has its turn.
             self._urgent = index
             with transfers.about("checkpoint", f"wait for the checkpoint of {chunk.name}", index):
                 await_latch(saved, lambda: f"chunk {index}, which the checkpoint {self._final} needs as it is")

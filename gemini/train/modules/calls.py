@@ -253,8 +253,7 @@ class Calls:
 
     def abandon(self, *, backward: bool = False) -> None:
         """Forget the forward of this thread, or a backward, that an exception ended without its hooks, and those of
-        threads that ended. An interrupt may have come between pinning a chunk and noting it: whoever keeps the books
-        looks next.
+        threads that ended. An interrupt may have come between a pin and its note: the books are looked at next.
         """
         self.unwind(0)
         # Pins of dead threads would stay for good, and a new thread may get the identifier of a dead one.

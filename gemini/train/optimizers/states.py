@@ -340,19 +340,22 @@ def shown(rule: UpdateRule, kind: str, value: torch.Tensor) -> torch.Tensor:
     return value[0].clone() if value.numel() else value.new_zeros(())
 
 
+def _encoded(rule: CompactRule, state: dict[str, Any]) -> dict[str, Any]:
+    """States as a compact rule keeps them. What it does not keep in codes (step) passes as it is."""
+    coded = {kind: value for kind, value in state.items() if kind not in rule.face.spec.kinds}
+    for kind in (spec.kind for spec in rule.face.spec.planes):
+        coded |= rule.encoded(kind, state[kind]) if kind in state else {}
+    if RESIDUAL in state:
+        coded[RESIDUAL] = upper_byte(state[RESIDUAL].to("cpu"))
+    return coded
+
+
 def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
     """Overwrite the states of one managed param; without any it has had no update. Compact ones are rounded."""
     owner_of(handle).state.check_masters("the state of an optimizer is written")
     by_names, rule = owner_of(handle).by_names, _compact_rule(handle)
     state = {kind: value for kind, value in state.items() if value is not None}
-    if rule is not None:
-        # What the rule does not keep in codes (step, residual) passes as it is.
-        coded = {kind: value for kind, value in state.items() if kind not in rule.face.spec.kinds}
-        for kind in (spec.kind for spec in rule.face.spec.planes):
-            coded |= rule.encoded(kind, state[kind]) if kind in state else {}
-        if RESIDUAL in state:
-            coded[RESIDUAL] = upper_byte(state[RESIDUAL].to("cpu"))
-        state = coded
+    state = state if rule is None else _encoded(rule, state)
     if handle.chunk.trained:  # else it is frozen, and nothing was kept
         handle.num_steps, handle.restored, handle.waiting = int(state.get("step", 0)), -1, None
     if MASTER in state and by_names.rounds(handle):

@@ -377,6 +377,7 @@ class Recovery:
         return "Weights, states and gradients are as before it"
 
     def _forget(self) -> None:
+        """Make all as if what broke off had not begun."""
         state = self._state
         # A Ctrl-C that waits for updates inside backward would wait for a backward that is gone.
         WHOLE.let_go()

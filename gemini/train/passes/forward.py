@@ -337,8 +337,7 @@ class ForwardPass:
 
     def outside(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """Run an operation that autograd records and that reads params while no module computes (a loss with a weight).
-        A result that is a view of weights which autograd does not follow is refused: a write to it would leave masters
-        behind.
+        A view of weights that autograd does not follow is refused: a write to it would leave masters behind.
         """
         # One operation may read weights of two models (distillation): each has its own books.
         owners = {id(owner): owner for owner in map(owner_of, handles)}
@@ -378,6 +377,7 @@ class ForwardPass:
                 raise
 
     def _written(self, handles: list[ParamHandle], chunks: list[Chunk]) -> Iterator[None]:
+        """Open chunks to write to, once; masters become what was written, or after an error stay what they were."""
         is_first = not self.state.occupancy.is_own
         try:
             if is_first:

@@ -211,6 +211,7 @@ class Parking:
             ) from e
 
     def _come_back(self) -> None:
+        """Bring back what was on the device, all or nothing: then the model stays parked."""
         store, ledger, tier = self._store, self._store.ledger, self._store.device.tier
         if tier is Tier.GPU:
             self._take_back()

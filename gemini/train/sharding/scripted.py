@@ -234,8 +234,7 @@ class ScriptedStep:
 
     def gather(self, chunk: Chunk, *, again: bool = False) -> Launch | None:
         """Begin to gather the weights of a chunk into its window: the end of that. None if it is not its turn, or
-        nothing comes of it because a rank has parted. ``again``: the window holds them already, and others want what
-        this rank has.
+        nothing comes of it because a rank has parted. ``again``: it holds them, and others want this rank's.
         """
         with self._turn:
             following = self.next_gather()
