@@ -124,31 +124,6 @@ def test_loading_after_plain_steps_and_wrapping_is_not_undone(where: str, tmp_pa
     assert not [n for n, v in other.items() if not same_bits(model.full_param(n, torch.float32), v.float())]
 
 
-def test_add_param_group_and_flipped_requires_grad(where: str, tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        model = llama()
-        model.lm_head.weight.requires_grad_(False)
-        for param in model.model.layers[1].parameters():
-            param.requires_grad_(False)
-        return model
-
-    model, plain = wrap(make(), where, tmp_path, slack=2**20), Plain(make())
-    optimizer = gemini.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
-    assert train(model, optimizer, [0]) == train_plain(plain, [0])
-    for changed in (model, plain.model):  # frozen to trained
-        changed.lm_head.weight.requires_grad_(True)
-        for param in changed.model.layers[1].parameters():
-            param.requires_grad_(True)
-    optimizer.add_param_group({"params": [model.lm_head.weight], "lr": 3e-3})
-    optimizer.add_param_group({"params": list(model.model.layers[1].parameters())})
-    plain.of["lm_head.weight"] = {"lr": 3e-3}
-    assert_trains_alike(model, optimizer, plain, [1, 2])
-    for changed in (model, plain.model):  # trained to frozen
-        for param in changed.model.layers[0].parameters():
-            param.requires_grad_(False)
-    assert_trains_alike(model, optimizer, plain, [3])
-
-
 def test_what_is_trained_later_is_so_whole_or_not_at_all() -> None:
     """Memory that fails in the middle: nothing stays reserved, and the next forward tries again."""
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -230,18 +230,6 @@ def test_prefix_and_destination(where: str, tmp_path: Path) -> None:
     assert same_bits(state[f"inner.{Q}"], model.full_param(Q))
 
 
-def test_state_dict_of_a_part(where: str, tmp_path: Path) -> None:
-    """A part's state dict holds params at rest; what is in it is right, or the asking is refused."""
-    model = wrap(llama(), where, tmp_path)
-    try:
-        part = model.model.state_dict()
-    except gemini.GeminiError:
-        return
-    with torch.no_grad():
-        for name, value in part.items():
-            assert torch.equal(value.clone(), model.full_param(f"model.{name}")), name
-
-
 def test_strict_errors_change_nothing(where: str, tmp_path: Path) -> None:
     model = trained(lambda: llama(tied=True), where, tmp_path)
     before, good = snapshot(model), llama(tied=True).state_dict()

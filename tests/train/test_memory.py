@@ -228,19 +228,6 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
         assert held[kind] == pytest.approx(size * params, rel=0.02)
 
 
-@pytest.mark.slow
-def test_bytes_per_param_of_the_large_model(runs: dict[int, Watched]) -> None:
-    for watched in runs.values():
-        report = watched.said["trained"]["report"]
-        assert report["trained_params"] == watched.params
-        assert report["bytes_per_param"] == pytest.approx(12.0, rel=0.002)
-        held = sum(
-            report[tier]["holders"].get(kind, 0)
-            for tier in ("cpu", "nvme") for kind in ("weights", "residual", "exp_avg", "exp_avg_sq")
-        )  # fmt: skip
-        assert held / watched.params == pytest.approx(12.0, rel=0.002)
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_the_stand_in_keeps_each_tier_in_its_budget(tmp_path: Path, precision: str) -> None:
     """The computing tier holds windows only; host memory the planes, and a tile of staging for each of the four threads

@@ -1,7 +1,7 @@
-"""Writes to params between steps: averages, target networks, clipping, new starts, masks, as programs write them.
+"""Writes to params between steps, and reads of what was detached from them, as programs write and read them.
 
-In fp32 each must leave the bits of the same program on an ordinary model; in half precision what is shown afterwards
-must be what torch computes of what was shown, and the masters of elements that did not change must keep their residual.
+Ways of writing (in place, by ``foreach``, through views, averages, target networks, new starts) are habits of drawn
+programs: ``test_programs.py``.
 """
 
 import copy
@@ -18,7 +18,6 @@ from torch import nn
 
 import gemini
 from tests.train.helpers import (
-    DTYPES,
     Blocks,
     Plain,
     adam,
@@ -31,103 +30,8 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
-from tests.world import world_of
 
 NAME = "layers.1.weight"
-
-
-def set_rows(p: Any) -> None:
-    p[3:5] = 0.5
-
-
-def mask(p: Any) -> None:
-    p[p.abs() < 0.1] = 0
-
-
-def add(p: Any) -> None:
-    p += 1
-
-
-def scale_data(p: Any) -> None:
-    p.data *= 0.5
-
-
-def other(p: Any) -> torch.Tensor:
-    return noise(*p.shape, seed=5).to(p.dtype)
-
-
-WRITES: dict[str, Callable[[Any], Any]] = {
-    "mul_": lambda p: p.mul_(1.5),
-    "lerp_": lambda p: p.lerp_(other(p), 0.1),
-    "fill_": lambda p: p.fill_(0.3),
-    "clamp_": lambda p: p.clamp_(-0.1, 0.1),
-    "a digit in its name": lambda p: p.abs_().log1p_(),
-    "a chain": lambda p: p.mul_(0.9).add_(other(p)),
-    "+=": add,
-    "rows": set_rows,
-    "a mask": mask,
-    "a row of a row": lambda p: p[1][2:4].zero_(),
-    "a view": lambda p: p.view(-1)[1:].view(31, 33)[::2].T.fill_(1),
-    "turned": lambda p: p.t().copy_(other(p)),
-    "bits": lambda p: p.view(torch.int16).bitwise_not_(),
-    "out": lambda p: torch.mul(p, 2, out=p),
-    "out, a row": lambda p: torch.add(p[1], 1, out=p[0]),
-    "relu_": lambda p: torch.relu_(p),
-    "foreach": lambda p: torch._foreach_lerp_([p], [other(p)], 0.1),
-    "foreach, rows": lambda p: torch._foreach_zero_([*p[4:6]]),
-    "foreach_copy_": lambda p: torch._foreach_copy_([p], [other(p)]),
-    "normed": lambda p: p.div_(p.norm()),
-    "of itself": lambda p: p.copy_(p.T.clone()),
-    "masked_fill_": lambda p: p.masked_fill_(p > 0, 0),
-    "bernoulli_": lambda p: p.bernoulli_(0.5),
-    "uniform_": lambda p: p.uniform_(-1, 1),
-}
-"""As they are written under ``no_grad``, and to ``p.data``."""
-
-STARTS: dict[str, Callable[[Any], Any]] = {
-    "orthogonal_": nn.init.orthogonal_,
-    "kaiming_uniform_": nn.init.kaiming_uniform_,
-    "trunc_normal_": nn.init.trunc_normal_,
-    "zeros_": nn.init.zeros_,
-    "eye_": nn.init.eye_,
-    "sparse_": lambda p: nn.init.sparse_(p, 0.5),
-    "a vector": lambda p: nn.utils.vector_to_parameters(other(p).view(-1), [p]),
-    "of a graph": lambda p: p.data.copy_(p * 2),
-    "added of a graph": lambda p: p.data.add_(p),
-    "data *=": scale_data,
-    "data of itself": lambda p: setattr(p, "data", p.data.to("cpu").contiguous()),
-}
-"""What torch lets a program do with autograd on."""
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_the_values_of_torch(precision: str, where: str, tmp_path: Path) -> None:
-    model = wrap(Blocks(), where, tmp_path, precision=precision, slack=2**17)
-    plain, ours = Blocks().to(DTYPES[precision]).get_parameter(NAME), model.get_parameter(NAME)
-
-    def check(name: str, write: Callable[[Any], Any]) -> None:
-        plain.data.copy_(ours.detach())
-        master = model.full_param(NAME, torch.float32)
-        kept = plain.detach().clone()
-        for p in (plain, ours):
-            torch.manual_seed(1)
-            write(p)
-        assert same_bits(model.full_param(NAME), plain.detach()), name
-        now = model.full_param(NAME, torch.float32)
-        same = kept.view(torch.uint8).view(32, 32, -1).eq(plain.data.view(torch.uint8).view(32, 32, -1)).all(-1)
-        exact = plain.detach().float()
-        if name not in ("foreach_copy_", "of itself", "a vector", "of a graph"):  # which write all of the master
-            exact = torch.where(same, master, exact)
-        assert same_bits(now, exact), name
-        world_of(model).check()
-
-    for name, how in {**WRITES, **STARTS}.items():
-        if (name, precision) == ("bits", "fp32") or (name == "orthogonal_" and precision != "fp32"):
-            continue  # torch cannot either
-        for theirs in (how,) if name in STARTS else (torch.no_grad()(how), lambda p, how=how: how(p.data)):
-            with torch.no_grad():
-                ours.copy_(Blocks().get_parameter(NAME))  # fp32: masters have lower bits
-            check(name, theirs)
 
 
 def test_gathered_write_needs_no_more(where: str, tmp_path: Path) -> None:

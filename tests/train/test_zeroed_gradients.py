@@ -232,14 +232,6 @@ def test_a_read_after_a_backward_warns_once(gradients: str, tmp_path: Path) -> N
     del keep
 
 
-def test_torchs_norm_of_gradients_that_are_none_warns(tmp_path: Path) -> None:
-    """It is given what ``p.grad`` was, and cannot know of the params."""
-    model = wrap(Blocks(), "ram", tmp_path)
-    squares(model, 0).backward()
-    with pytest.warns(UserWarning, match="p.grad of managed param"):
-        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-
-
 def test_nothing_of_ours_warns(where: str, tmp_path: Path) -> None:
     model, optimizer = trainable(Blocks(), where, tmp_path)
     with warnings.catch_warnings():
