@@ -307,8 +307,7 @@ def _cut_slots(store: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
-    [(_cut_record, "no commit"), (_newer, "version 3"), (_cut_slots, "cut short")],
+    ("damage", "says"), [(_cut_record, "no commit"), (_newer, "version 3"), (_cut_slots, "cut short")]
 )
 def test_a_damaged_store_is_refused(damage: Any, says: str, tmp_path: Path) -> None:
     model, optimizer = durable("disk", tmp_path)

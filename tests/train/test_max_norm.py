@@ -12,16 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from tests.scaling import backward, make_step
-from tests.train.helpers import (
-    DTYPES,
-    Plain,
-    adam,
-    assert_same_state,
-    make_config,
-    train,
-    trainable,
-    wrap,
-)
+from tests.train.helpers import DTYPES, Plain, adam, assert_same_state, make_config, train, trainable, wrap
 from tests.world import world_of
 
 

@@ -59,11 +59,7 @@ FRACTIONS = [(0, 0, 0, 0), (1, 1, 0, 0), (0, 0, 1, 1), (0.5, 0.25, 0.25, 0.5), (
 def test_fractions_are_honoured_to_one_chunk(device: str, fractions: tuple[float, ...], tmp_path: Path) -> None:
     static = gemini.StaticPlacement(*fractions)
     model = wrap(
-        models.make_model("llama"),
-        memory=plenty(device, tmp_path),
-        placement=static,
-        device=device,
-        max_chunk=8192,
+        models.make_model("llama"), memory=plenty(device, tmp_path), placement=static, device=device, max_chunk=8192
     )
     for kinds, on_gpu, on_nvme in (
         ((WEIGHTS,), static.weights_on_gpu, static.weights_on_nvme),

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from tests.scaling import backward, clip_grads, make_step, new_scaler
+from tests.scaling import backward, clip_grads, make_step
 from tests.train.half_programs import REMEDY, SCALE, Extra, Toy, assert_same_grads, data, each_program, stock
 from tests.train.helpers import (
     Plain,
@@ -111,34 +111,6 @@ def test_gradients_with_respect_to_inputs_alone_are_torchs(where: str, tmp_path:
         assert same_bits(model.eval()(data()), plain.eval()(data()))
     backward(model.train(), model(mine.detach()))
     world_of(model).check()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks(reentrant: bool, where: str, tmp_path: Path) -> None:
-    """Reentrant checkpointing runs graphs of its own inside backward; they belong to the loss around them."""
-
-    def make() -> Any:
-        made: Any = llama()
-        for part in (made.model.embed_tokens, made.model.layers[0]):
-            part.requires_grad_(False)
-        return made
-
-    how = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    model, plain = wrap(make(), where, tmp_path, precision="fp16"), Plain(make(), "fp16", scale=SCALE)
-    for each in (model, plain.model):
-        each.gradient_checkpointing_enable(**how)
-        each.enable_input_require_grads()
-        each.train()
-    optimizer = adam(model)
-    new_scaler(model, SCALE)
-    train_plain(plain, range(2), clip=None)
-    for seed in range(2):
-        with pytest.raises(gemini.GeminiError, match=NOT_SCALED):
-            on_batch(model, seed).backward()
-        backward(model, on_batch(model, seed))
-        make_step(model, optimizer)
-        optimizer.zero_grad()
-    assert_same_state(model, plain)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

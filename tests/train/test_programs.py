@@ -21,17 +21,7 @@ from tests.hunts.program_draw import Program, each_part
 from tests.hunts.program_run import FAILURES, GOES_ON, run_managed, run_plain
 from tests.hunts.program_sides import PLACEMENTS, STEPPING
 from tests.hunts.program_source import source
-from tests.train.helpers import (
-    ALL_PLACEMENTS,
-    DTYPES,
-    Plain,
-    adam,
-    assert_same_state,
-    compare,
-    noise,
-    same_bits,
-    wrap,
-)
+from tests.train.helpers import ALL_PLACEMENTS, DTYPES, Plain, adam, assert_same_state, compare, noise, same_bits, wrap
 
 
 def runs_of(program: Program) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.planes import GRAD
 from gemini.planning.traffic import by_name
 from gemini.planning.working import DEVICE_SLOTS
-from gemini.testing import RandomClock, StandinDevice
+from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.update import tiles
 from gemini.train.update import worker as update_worker
@@ -65,27 +65,7 @@ def assert_same(a: Any, b: Any) -> None:
         models.assert_same_bits(first[name], value, name)
 
 
-def unruly(seed: int) -> StandinDevice:
-    return StandinDevice(gate=RandomClock(seed), poison=True)
-
-
 # ---- the same bits ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("precision", "gradients", "overlap"),
-    [("bf16", "transient", True), ("bf16", "transient", False), ("fp32", "transient", True), ("bf16", "retain", True)],
-)
-def test_steps_inside_backward_are_the_bits_of_steps_after_it(
-    precision: str, gradients: str, overlap: bool, tmp_path: Path
-) -> None:
-    how = {"precision": precision, "gradients": gradients, "overlap": overlap}
-    model, other = wrap(tmp_path, unruly(7), **how), plain(precision=precision)
-    first, second = adam(model, step_in_backward=True), adam(other)
-    for number in range(3):
-        assert step(model, first, number) == step(other, second, number)
-    assert_same(model, other)
-    world_of(model).check()
 
 
 def test_transient_gradients_without_room_to_wait_are_used_at_once(

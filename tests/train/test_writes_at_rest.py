@@ -17,19 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gemini
-from tests.train.helpers import (
-    Blocks,
-    Plain,
-    adam,
-    llama,
-    noise,
-    same_bits,
-    squares,
-    step_on,
-    train,
-    train_plain,
-    wrap,
-)
+from tests.train.helpers import Blocks, Plain, adam, llama, noise, same_bits, squares, step_on, train, train_plain, wrap
 
 NAME = "layers.1.weight"
 
