@@ -1,6 +1,6 @@
 """Draw and load every class of the model zoo in chunks, and compare each value with plain transformers.
 
-    python tests/hunts/zoo_loading.py --out benchmarks/reports/zoo_loading_<hardware>_<date>.md
+    python tests/hunts/zoo_loading.py [--only 'Llama|T5For']
 
 For each class of the zoo that transformers can build from its tiny config: ``gemini.from_config`` against the class
 itself from the same seed, then ``gemini.from_pretrained`` against plain ``from_pretrained`` of a file that lacks some
@@ -9,32 +9,27 @@ few pages while they are drawn that all of them go home and come back. What plai
 the second time (params it leaves as ``torch.empty`` gives them) is not compared.
 """
 
-import argparse
-import os
-import re
 import sys
 import tempfile
-import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks._report import add_out, head, publish  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import gemini  # noqa: E402
+from gemini.train.loading import skeleton  # noqa: E402
+from tests.hunts.zoo.configs import tiny_config  # noqa: E402
+from tests.hunts.zoo.mappings import KINDS  # noqa: E402
+from tests.hunts.zoo.runner import Untried  # noqa: E402
+from tests.hunts.zoo.whole import hunt, make_parser  # noqa: E402
 
 
 def check(entry: Any, folder: Path) -> None:
     """Raises ``Unlike`` where something differs, and ``Untried`` where plain transformers does not get that far."""
-    import torch
-    import transformers
-    from safetensors.torch import load_file, save_file
-
-    import gemini
-    from tests.hunts.zoo.configs import tiny_config
-    from tests.hunts.zoo.runner import Untried
 
     def managed_config() -> gemini.GeminiConfig:
         return gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="1GiB"))
@@ -104,8 +99,6 @@ class Unlike(Exception):
 
 def same(a: Any, b: Any) -> bool:
     """The same bits; NaN equals NaN."""
-    import torch
-
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
@@ -117,8 +110,6 @@ def differing(one: Any, other: Any) -> set[str]:
 
 def compare(what: str, plain: Any, managed: Any, undefined: set[str]) -> None:
     """Params, buffers and ties of ``managed`` against those of ``plain``."""
-    import torch
-
     if [n for n, _ in plain.named_parameters()] != [n for n, _ in managed.named_parameters()]:
         raise Unlike(f"{what}: other params or ties")
     for name, param in plain.named_parameters():
@@ -133,45 +124,24 @@ def compare(what: str, plain: Any, managed: Any, undefined: set[str]) -> None:
             raise Unlike(f"{what}: buffer {name}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="classes whose name matches this regular expression")
-    add_out(parser)
-    args = parser.parse_args()
-    warnings.filterwarnings("ignore")
+def ends(entry: Any) -> tuple[str, str]:
+    """How a class ended, and why."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            check(entry, Path(folder))
+        except Untried as e:
+            return "untried", str(e)
+        except Exception as e:
+            return "UNLIKE", f"{type(e).__name__}: {str(e)[:240]}"
+    return "the same", ""
 
-    import transformers
 
-    from gemini.train.loading import skeleton
-    from tests.hunts.zoo.mappings import all_entries
-    from tests.hunts.zoo.runner import Untried
-
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+def main() -> int:
+    args = make_parser(__doc__).parse_args()
     transformers.utils.logging.disable_progress_bar()
     skeleton.ROOM = 20_000
-    counts: Counter[str] = Counter()
-    wrong: list[str] = []
-    entries = {entry.name: entry for _, entry in all_entries() if re.search(args.only, entry.name)}
-    for entry in entries.values():
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                check(entry, Path(folder))
-                counts["the same"] += 1
-            except Untried as e:
-                counts["not tried"] += 1
-                print(f"{entry.name}: not tried, {e}", flush=True)
-            except Exception as e:
-                counts["unlike"] += 1
-                wrong.append(f"{entry.name}: {type(e).__name__}: {str(e)[:240]}")
-                print(wrong[-1], flush=True)
-    lines = [
-        f"{len(entries)} classes of transformers {transformers.__version__}: {counts['the same']} are drawn and loaded "
-        f"as plain transformers does it, {counts['unlike']} are not, {counts['not tried']} were not tried (plain "
-        "transformers does not build, save or load them here).",
-        *([""] + [f"- {line}" for line in wrong] if wrong else []),
-    ]
-    publish([*head("Drawing and loading the zoo", []), *lines], args.out)
+    return hunt(tuple(KINDS), args.only, ends)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -85,12 +85,6 @@ def test_a_norm_of_gradients_that_are_not_kept_is_none() -> None:
     assert module.before == module.after == [None] * 6
 
 
-def test_the_name_stands_for_the_strategy() -> None:
-    """That importing registers it, and nothing else does, the job of two ranks sees in a process of its own."""
-    run = trainer("gemini")
-    assert type(run.strategy) is GeminiStrategy and run.strategy.config is None
-
-
 # ---- precision and clipping ------------------------------------------------------------------------------------------
 
 
@@ -109,25 +103,6 @@ def test_contradicting_and_unknown_precisions_are_refused() -> None:
         trainer(GeminiStrategy(config("bf16")), precision="16-true")
     with pytest.raises(ValueError, match="precision='64-true' .*use one of '32-true'"):
         trainer("gemini", precision="64-true")
-
-
-class Watching(Tiny):
-    """Notes what a step sees."""
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        self.seen_in_step = {
-            "input": batch[0].dtype,
-            "autocast": torch.is_autocast_enabled("cpu"),
-            "weight": self.blocks[0][0].weight.dtype,
-        }
-        return super().training_step(batch, index)
-
-
-def test_no_autocast_and_no_grad_scaler_in_bf16() -> None:
-    module = Watching()
-    run = fit(module, "gemini", 4, precision="bf16-mixed")
-    assert module.seen_in_step == {"input": torch.bfloat16, "autocast": False, "weight": torch.bfloat16}
-    assert run.precision_plugin.scaler is None
 
 
 def test_a_step_with_inf_is_skipped_in_fp16() -> None:
