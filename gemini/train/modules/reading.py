@@ -48,7 +48,7 @@ class CalledModule(NamedTuple):
     path: str
     module: nn.Module
     params: tuple[nn.Parameter, ...]  # the params that it reads itself
-    around: int | None  # the place of the module around it among all visits; None for the root
+    around: int  # the place of the module around it among all visits; the root's is its own
     is_again: bool  # whether the same module was visited under another path before
 
 
@@ -71,7 +71,7 @@ class Structure:
         self._names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         self._base: set[int] = set()
         # The root first, so that `visits[0]` is the root.
-        self._visit("", model, None, in_adapter=False, is_called=True)
+        self._visit("", model, 0, in_adapter=False, is_called=True)
         # A param that is tied to one of the base is the base's.
         self.adapters -= self._base
         # In the order of declaration.
@@ -83,7 +83,7 @@ class Structure:
         """The modules that are called on their own, each once."""
         return [visit for visit in self.visits if not visit.is_again]
 
-    def _visit(self, path: str, module: nn.Module, around: int | None, *, in_adapter: bool, is_called: bool) -> bool:
+    def _visit(self, path: str, module: nn.Module, around: int, *, in_adapter: bool, is_called: bool) -> bool:
         """Note ``module`` and all below it; returns whether there are params. ``is_called``: whether nothing around it
         computes without calling it.
         """

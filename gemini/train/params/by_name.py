@@ -200,7 +200,7 @@ class ByName:
             waiting.met = same_bits(self.read(handle), rest.to(handle.chunk.flat.dtype))
         else:
             kind, waits = RESIDUAL, of is not None
-            waiting.met = of is None or of == self.sum_of_weights(handle)
+            waiting.met = not waits or of == self.sum_of_weights(handle)
         handle.waiting = waiting if waits else None
         if waiting.met:
             self.write_plane(handle, kind, rest)

@@ -158,14 +158,13 @@ def _chunks_to_keep(structure: Structure, gathered: list[Chunks]) -> dict[int, C
     below, most, number = [set(chunks) for chunks in own], list(own), [int(bool(chunks)) for chunks in own]
     for at in range(len(visits) - 1, 0, -1):  # from the leaves up: a module stands behind the one around it
         around = visits[at].around
-        assert around is not None
         below[around] |= below[at]
         most[around] = max(most[around], most[at], key=len)
         number[around] += number[at]
     found: dict[int, Chunks] = {}
     keeping = [False] * len(visits)
     for at, visit in enumerate(visits[1:], 1):
-        keeping[at] = visit.around is not None and keeping[visit.around]
+        keeping[at] = keeping[visit.around]
         if not keeping[at] and number[at] > 1 and below[at] == most[at]:
             keeping[at] = True
             found[id(visit.module)] = tuple(sorted(below[at] - own[at], key=lambda chunk: chunk.spec.index))

@@ -39,7 +39,7 @@ class Adoption:
         self._taken = dict[ParamHandle, tuple[torch.dtype, torch.Tensor | None]]()
         self._is_whole = False
         self.becomes_whole = False  # whether params that are slices become whole again at the end, as experts do
-        self._values: dict[ParamHandle, torch.Tensor] | None = None
+        self._values: dict[ParamHandle, torch.Tensor] = {}
 
     def take_all(self, *, filled: bool = False) -> None:
         """Move the params home one by one. If one cannot be moved, those that were are given back as they were.
@@ -81,9 +81,9 @@ class Adoption:
         is whole, with those that :meth:`read_back` has read, on the CPU in the compute dtype.
         """
         if self._is_whole:
-            if self._values is None:  # a wrap that breaks off
+            if not self._values:  # a wrap that breaks off
                 self.read_back()
-            values, self._values = self._values or {}, None
+            values, self._values = self._values, {}
             for index, handles in self._params.by_chunk.items():
                 for handle in handles:
                     _make_ordinary(handle, values.pop(handle))

@@ -480,7 +480,7 @@ def trace_of(structure: Structure, precision: str, kept: Collection[int], *, tar
     gathered: list[frozenset[int]] = []  # by the place of a visit: what it and those around it read
     for visit in structure.visits:
         # Visits come in the order of declaration: what is around a module was visited before it.
-        around = frozenset[int]() if visit.around is None else gathered[visit.around]
+        around = gathered[visit.around] if gathered else frozenset[int]()
         own = [index_of[id(param)] for param in visit.params]
         gathered.append(around.union(own))
         if own:

@@ -297,11 +297,10 @@ class Updates:
         self._exposure.withdraw(job.chunk)
         self._put([job])
 
-    def drop_guesses(self, indices: Container[int] | None = None) -> None:
-        """Undo the guesses of these chunks, or all: nobody is going to ask for them."""
+    def drop_guesses(self, indices: Container[int]) -> None:
+        """Undo the guesses of these chunks: nobody is going to ask for them."""
         # A copy: ending one takes it off the list.
-        guesses = [(index, job) for index, job in self.pending.items() if job.is_undecided]
-        jobs = [job for index, job in guesses if indices is None or index in indices]
+        jobs = [job for index, job in self.pending.items() if job.is_undecided and index in indices]
         for job in jobs:
             job.guess.drop()  # so that none is worked on while another one is waited for
         for job in jobs:
@@ -333,7 +332,7 @@ class Updates:
     def drain(self) -> None:
         """Wait until no update is in flight, all gradients used in backward were looked at, and guesses are undone."""
         # All at once: one by one the others would be worked on in vain.
-        self.drop_guesses()
+        self.drop_guesses(self.pending)
         while self.pending:
             self._await(next(iter(self.pending.values())))
         if self.unseen.num_chunks:
