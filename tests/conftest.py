@@ -35,9 +35,9 @@ torch.set_num_threads(1)  # collection computes a little, too
 
 LONGEST = """
 test_train_job test_pipeline test_rank_exactness test_rank_behaviour test_sharding test_checkpoints test_train
-test_plan_command test_exactness test_compiled test_memory test_lightning_ranks test_doc_blocks test_program_hunt
-test_launchers test_patches
-test_faults test_cuda_bodies test_native_process test_quantized_base test_hf_saving test_behaviour test_checkpoint
+test_fastest test_plan_command test_exactness test_compiled test_memory test_lightning_ranks test_doc_blocks
+test_program_hunt test_launchers test_patches
+test_faults test_native_process test_quantized_base test_hf_saving test_behaviour test_checkpoint
 test_durable test_streamed test_plan_runs test_spill_file test_peft_training test_progress test_update_rules
 test_activation_overlap test_races test_wrong_uses test_access test_model_zoo test_moves test_mesh test_loading
 test_docs_pages test_export test_max_norm test_optimizer test_device_kernels test_pictures
