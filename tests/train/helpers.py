@@ -5,6 +5,7 @@ budget can be, so that every step evicts and fetches.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 
 import gemini
 import gemini.testing  # makes the stand-in known, also in processes that import nothing else
+from gemini.errors import parse_bytes
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
 from gemini.train.setup.problem import structural_trace, working_set
@@ -166,6 +168,18 @@ def manage(
     if homes is not None:
         how["placement"] = gemini.StaticPlacement(**homes)
     return gemini.GeminiDDP(model, gemini.GeminiConfig(memory=memory, device=device, **how))
+
+
+def least(make: Callable[[int], Any], low: int) -> int:
+    """The least budget with which ``make`` does not refuse."""
+    for _ in range(60):
+        try:
+            make(low)
+            return low
+        except gemini.BudgetExceeded as refusal:
+            named = re.search(r"budget to at least ([\d.]+ [KMG]iB)", str(refusal))
+            low = max(low + 4096, parse_bytes(named[1], what="the error") if named else 0)
+    raise AssertionError("no budget is enough")
 
 
 # ---- what fails ------------------------------------------------------------------------------------------------------

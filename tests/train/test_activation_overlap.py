@@ -2,7 +2,6 @@
 
 import gc
 import random
-import re
 import threading
 import time
 import warnings
@@ -16,13 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from gemini.errors import parse_bytes
 from gemini.memory.nvme import SpillFile
 from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
 from gemini.train.activations import flights as activation_flights
 from gemini.train.activations.flights import IN_FLIGHT
-from tests.train.helpers import manage, step_on
+from tests.train.helpers import least, manage, step_on
 from tests.world import world_of
 
 ROWS, WIDTH, LAYERS = 128, 64, 6
@@ -254,18 +252,6 @@ def test_the_first_of_two_graphs_is_read_ahead_too(tmp_path: Path, monkeypatch: 
 
 
 # ---- room ------------------------------------------------------------------------------------------------------------
-
-
-def least(make: Callable[[int], Any], low: int) -> int:
-    """The least budget with which ``make`` does not refuse."""
-    for _ in range(60):
-        try:
-            make(low)
-            return low
-        except gemini.BudgetExceeded as refusal:
-            named = re.search(r"budget to at least ([\d.]+ [KMG]iB)", str(refusal))
-            low = max(low + 4096, parse_bytes(named[1], what="the error") if named else 0)
-    raise AssertionError("no budget is enough")
 
 
 @pytest.mark.sweep(every=2)

@@ -2,7 +2,6 @@
 
 import gc
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import gemini
 from gemini.planning.working import staging_bytes
 from gemini.tiers import Tier
 from gemini.train.activations import store as activations
+from tests.train import helpers
 from tests.train.helpers import llama, manage, t5
 from tests.world import world_of
 
@@ -65,25 +65,21 @@ def hooks_are_open() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def train(
-    model: Any, steps: int = 3, batch: Callable[[int], dict[str, torch.Tensor]] = batch
-) -> tuple[list[tuple[float, float]], dict[str, int], dict[str, torch.Tensor]]:
-    """Losses and norms, what activations held after each forward, which is the same, and the masters."""
-    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
-    torch.manual_seed(1)  # dropout
-    out, after_forward = [], None
-    for step in range(steps):
+def train(model: Any) -> tuple[list[float], dict[str, int], dict[str, torch.Tensor]]:
+    """Losses, what activations held after each forward, which is the same, and the masters."""
+    after_forward: list[dict[str, int]] = []
+
+    def loss_of(model: Any, step: int) -> torch.Tensor:
         loss = model(**batch(step)).loss
-        assert after_forward in (None, held(model))
-        after_forward = held(model)
-        loss.backward()
-        norm = model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        out.append((loss.item(), norm.item()))
+        after_forward.append(held(model))
+        return loss
+
+    torch.manual_seed(1)  # dropout
+    losses = helpers.train(model, helpers.adam(model), range(3), loss_of)
     world_of(model).check()
     assert held(model) == {} and not hooks_are_open()
-    return out, after_forward, model.state_dict(dtype=torch.float32)
+    assert after_forward == after_forward[:1] * 3
+    return losses, after_forward[0], model.state_dict(dtype=torch.float32)
 
 
 @pytest.mark.parametrize("make", [lambda: llama(dropout=0.1), lambda: t5(dropout=0.1)], ids=["llama", "t5"])

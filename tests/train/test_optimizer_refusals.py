@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 import gemini
 from tests.train.helpers import Blocks, assert_same_snapshot, noise, same_bits, snapshot, squares, wrap
@@ -144,16 +143,6 @@ def test_labels_and_implementations_of_torch_pass(world: World, tmp_path: Path) 
     state = world.optimizer.state_dict()
     world.optimizer.load_state_dict(state)
     assert labels.items() <= group.items()
-    for made in (
-        lr_scheduler.OneCycleLR(world.optimizer, max_lr=1e-2, total_steps=9),
-        lr_scheduler.CyclicLR(world.optimizer, 1e-3, 1e-2),
-        torch.optim.swa_utils.SWALR(world.optimizer, swa_lr=1e-3),
-    ):
-        world.backward()
-        world.optimizer.step()
-        made.step()
-        world.optimizer.zero_grad()
-    world.optimizer.load_state_dict(world.optimizer.state_dict())
 
 
 def test_a_tensor_lr_and_names_of_torch_pass(tmp_path: Path) -> None:

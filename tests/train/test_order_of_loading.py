@@ -136,21 +136,6 @@ def test_flattened_files_of_torch_distributed_checkpoint_into_a_new_run(tmp_path
     assert train(second, others, [2]) == train(first, optimizer, [2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_states_of_plain_params_without_steps(dtype: torch.dtype, tmp_path: Path) -> None:
-    layer = torch.nn.Linear(3, 3).to(dtype)
-    optimizer = gemini.HybridAdam(layer.parameters(), lr=0.1)
-    layer(torch.ones(1, 3, dtype=dtype)).sum().backward()
-    optimizer.step()
-    dcp.save(of_torch.get_state_dict(layer, optimizer)[1], checkpoint_id=tmp_path / "files", no_dist=True)
-    fresh = gemini.HybridAdam(layer.parameters(), lr=0.1)
-    fresh.register_step_pre_hook(lambda *_: pytest.fail("no step is made"))
-    dcp.load(states := of_torch.get_state_dict(layer, fresh)[1], checkpoint_id=tmp_path / "files", no_dist=True)
-    of_torch.set_optimizer_state_dict(layer, fresh, states)
-    for param in layer.parameters():
-        assert all(same_bits(value, fresh.state[param][name]) for name, value in optimizer.state[param].items())
-
-
 def test_files_of_a_gemini_that_did_not_save_which_weights_a_residual_is_of(tmp_path: Path) -> None:
     """Those that are there: the model's state comes first then."""
 

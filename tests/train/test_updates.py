@@ -22,7 +22,7 @@ from gemini.memory.devices.device import Event
 from gemini.tiers import Tier
 from gemini.train.update import worker as update_worker
 from tests import models, scaling
-from tests.train.helpers import manage, train
+from tests.train.helpers import least, manage, train
 from tests.world import world_of
 
 PLACES = ["ram", "nvme", "standin"]
@@ -34,7 +34,7 @@ def wrap(where: str, folder: Path, **how: Any) -> Any:
         "nvme": {"cpu": "1MiB", "homes": {"weights_on_nvme": 0.5, "optimizer_on_nvme": 1.0}},
         "standin": {"device": "standin", "gpu": "1MiB", "homes": {"weights_on_nvme": 0.5, "optimizer_on_nvme": 1.0}},
     }[where]
-    return manage(models.make_model("llama"), folder, **there, **{"max_chunk": 4096, "update_threads": 1, **how})
+    return manage(models.make_model("llama"), folder, **{**there, "max_chunk": 4096, "update_threads": 1, **how})
 
 
 def adam(model: Any, **how: Any) -> gemini.HybridAdam:
@@ -313,16 +313,11 @@ def test_gradients_that_the_device_still_computes_are_not_looked_at(
 
 def test_without_room_for_a_lane_everything_is_done_in_turn(tmp_path: Path) -> None:
     """The staging of one thread is all that fits: no error, the same bits."""
-    tight: Any = None
-    for kib in range(64, 1024, 16):
-        memory = gemini.MemoryBudget(cpu=kib * 1024, nvme="64MiB", nvme_path=tmp_path)
-        placement = gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0)
-        config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement, max_chunk=4096)
-        try:
-            tight = gemini.GeminiDDP(models.make_model("llama"), config)
-            break
-        except gemini.BudgetExceeded:
-            continue
+
+    def make(cpu: int) -> Any:
+        return wrap("nvme", tmp_path, cpu=cpu, homes={"weights_on_nvme": 1.0, "optimizer_on_nvme": 1.0})
+
+    tight = make(least(make, 2**16))
     assert world_of(tight).update_worker.slot_tile == 0
     plain = wrap("ram", tmp_path, overlap=False)
     first, second = adam(tight), adam(plain)

@@ -171,13 +171,7 @@ def test_a_model_that_fully_shard_has_divided(tmp_path: Path) -> None:
 
 
 RIGHT: dict[str, Callable[[], nn.Module]] = {
-    "scripted, without params": lambda: Net(torch.jit.script(nn.ReLU())),
     "columns of one matrix": lambda: of_columns(torch.arange(128.0).view(8, 16) / 128),
-    "transposed": lambda: with_param(lambda net: nn.Parameter(torch.arange(64.0).view(8, 8).t() / 64)),
-    "a subclass that adds nothing": lambda: with_param(lambda net: type("Mine", (nn.Parameter,), {})(torch.ones(8, 8))),
-    "spectral_norm": lambda: Net(nn.utils.spectral_norm(nn.Linear(8, 8))),
-    "weight_norm": lambda: Net(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
-    "a hook on a param": lambda: hooked(),
     "gradients of zeros": lambda: with_zeros(),
     "a sparse buffer": lambda: with_buffer(lambda net: torch.eye(3).to_sparse()),
 }
@@ -186,12 +180,6 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
 def of_columns(matrix: torch.Tensor) -> nn.Module:
     net = Net()
     net.a.weight, net.b.weight = nn.Parameter(matrix[:, ::2]), nn.Parameter(matrix[:, 1::2])
-    return net
-
-
-def hooked() -> nn.Module:
-    net = Net()
-    net.a.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
     return net
 
 

@@ -215,17 +215,6 @@ def test_weights_are_written_as_safetensors(where: str, tmp_path: Path) -> None:
         assert all(same_bits(value, model.full_param(name)) for name, value in load_file(tmp_path / "weights").items())
 
 
-def test_a_param_is_copied(where: str, tmp_path: Path) -> None:
-    model = wrap(nn.Linear(4, 4), where, tmp_path, precision="fp32")
-    first, again = copy.deepcopy([model.weight, model.weight])
-    assert type(first) is nn.Parameter and first is again and first.is_leaf and first.requires_grad
-    assert same_bits(first.detach(), model.full_param("weight"))
-    first.data.zero_()
-    assert model.full_param("weight").any()
-    with pytest.raises(gemini.GeminiError):
-        copy.deepcopy(model)
-
-
 class Regularized(nn.Module):
     """Reads in forward what was detached before it."""
 
