@@ -16,26 +16,35 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from rich.console import Console
+from torch import nn
 
 from gemini import kernels
+from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, StorageError, counted, human_bytes
 from gemini.jobs import refusing
 from gemini.jobs.screen import WIDEST, human_count
 from gemini.jobs.settings import DoctorSettings
-from gemini.machines.measure import measure
+from gemini.machines.measure import Figures, measure, measured
 from gemini.memory import nvme
 from gemini.memory.devices.cuda import prefer_expandable_segments
+from gemini.memory.devices.device import make_device
 from gemini.memory.durable.folder import holder, is_store, last_commit, stores
 from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
+from gemini.planning.placement import StaticPlacement
 from gemini.ranks import launch
+from gemini.tiers import MemoryBudget
 from gemini.train.checkpoint.durable import open_store
 from gemini.train.checkpoint.format import decode
+from gemini.train.ddp import GeminiDDP
+from gemini.train.optimizers.optimizer import HybridAdam
 
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
 
@@ -137,7 +146,7 @@ def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
     load, nvme_path, today = os.getloadavg()[0], next(iter(asked.nvme_path), None), datetime.date.today()
     width_of_keys = max(map(len, FIGURES))
     figures: dict[str, Figure] = {}
-    for key, figure in measure(nvme_path):
+    for key, figure in chain(measure(nvme_path), measure_hooks() if torch.cuda.is_available() else ()):
         figures[key] = figure
         begin = f"{key:<{width_of_keys}}{human_figure(key, figure.value):>14}  "
         source = figure.source.removeprefix(f"measured {today}, ").removeprefix(f"asked {today}, ")
@@ -153,6 +162,41 @@ def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
         with refusing(f"--json {asked.json} cannot be written"):
             asked.json.write_text(hardware.to_json() + "\n", encoding="utf-8")
         yield f"written to {asked.json}"
+
+
+_WIDTH, _LAYERS, _PARAMS = 64, 16, 9
+"""So small that only the thread itself takes time; a layer has as many params as one of a Llama."""
+
+
+def measure_hooks(name: str = "cuda", repeats: int = 15) -> Figures:
+    """``hook_seconds`` of a device with memory of its own: what forward and backward take more where weights come from
+    host memory, for each time that a param is gathered (two) and each gradient that leaves.
+    """
+
+    def make() -> nn.Module:
+        layers = [[nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_PARAMS)] for _ in range(_LAYERS)]
+        # Two levels above a param: what is numbered inside something is a block, and in one chunk.
+        return nn.Sequential(nn.Sequential(*(nn.Sequential(*layer) for layer in layers)))
+
+    device, x = make_device(name), torch.ones(1, _WIDTH, dtype=torch.bfloat16)
+    # Room for a few layers: the weights of others come anew in each pass.
+    memory = MemoryBudget(gpu=device.beside_bytes() + 8 * _PARAMS * _WIDTH**2 * x.itemsize, cpu="1GiB")
+    plain: Any = make().to(x.dtype).to(device.torch_device)
+    managed: Any = GeminiDDP(make(), GeminiConfig(memory=memory, placement=StaticPlacement(), device=device))
+    both = (plain, torch.optim.SGD(plain.parameters())), (managed, HybridAdam(managed.parameters()))
+    x, seconds = x.to(device.torch_device), []
+    for _ in range(repeats + 3):  # in turn: what else the machine does is in both
+        for model, optimizer in both:
+            begin = time.perf_counter()
+            model(x).sum().backward()
+            seconds.append(time.perf_counter() - begin)
+            optimizer.step()
+            optimizer.zero_grad()
+            device.synchronize()
+    # Behind the third step the schedule is known, and nothing is made for the first time.
+    more = [with_hooks - without for without, with_hooks in zip(seconds[6::2], seconds[7::2], strict=True)]
+    how = f"forward and backward of {_LAYERS} layers of {_PARAMS} params that move, beyond those of the plain model"
+    yield "hook_seconds", measured("hook_seconds", more, how, lambda s: s / (3 * _LAYERS * _PARAMS))
 
 
 # ---- what is in a durable store --------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def _contention(product: Callable[[], object], update: Callable[[], None], num_t
     times()
     found = [times() for _ in range(min(3, sizes.repeats))]
     how = f"products on {_threads(torch.get_num_threads())} beside updates on {_threads(num_threads)}"
-    return _measured("cpu_contention", found, how, lambda value: value)
+    return measured("cpu_contention", found, how, lambda value: value)
 
 
 def _threads(count: int) -> str:
@@ -268,7 +268,7 @@ def _drive(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figures:
     how = f"{human_bytes(num_bytes)} in {spill.directory}, requests of {requests}, one at a time"
     how += "" if spill.direct else ", through the page cache: no O_DIRECT here"
     for key, times in seconds.items():
-        yield key, _measured(key, times, how, lambda s: num_bytes / s)
+        yield key, measured(key, times, how, lambda s: num_bytes / s)
 
 
 def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
@@ -300,7 +300,7 @@ def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
     seconds = _times(stream, min(sizes.repeats, 5))
     num_bytes = 2 * steps * part * sum(_STATE_BYTES)
     how = f"{human_bytes(num_bytes)} read and written in {spill.directory}, {SLOTS} tiles under way"
-    return _measured("nvme_mixed", seconds, how, lambda s: num_bytes / s)
+    return measured("nvme_mixed", seconds, how, lambda s: num_bytes / s)
 
 
 def _each(transfer: Callable[[torch.Tensor, int], None], planes: list[tuple[torch.Tensor, int]]) -> None:
@@ -390,10 +390,10 @@ def _timed(
     value_of: Callable[[float], float],
     synchronize: Callable[[], object] | None = None,
 ) -> tuple[str, Figure]:
-    return key, _measured(key, _times(run, sizes.repeats, synchronize), how, value_of)
+    return key, measured(key, _times(run, sizes.repeats, synchronize), how, value_of)
 
 
-def _measured(key: str, seconds: list[float], how: str, value_of: Callable[[float], float]) -> Figure:
+def measured(key: str, seconds: list[float], how: str, value_of: Callable[[float], float]) -> Figure:
     values = sorted(value_of(s) for s in seconds)
     middle = statistics.median(values)
     source = f"measured {datetime.date.today()}, {how}, median of {len(values)}"

@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
 
 def test_a_large_spread_is_said_and_a_small_one_is_not() -> None:
     def figure(*seconds: float) -> Figure:
-        return measuring._measured("h2d", list(seconds), "somehow", lambda s: 1e9 / s)
+        return measuring.measured("h2d", list(seconds), "somehow", lambda s: 1e9 / s)
 
     assert figure(1.0, 1.02, 1.01).source.endswith("somehow, median of 3")
     spread = figure(1.0, 2.0, 4.0)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemini
 from gemini.errors import GeminiError
-from gemini.memory.devices.cuda import FRAGMENTS, prefer_expandable_segments, segments_grow
+from gemini.memory.devices.cuda import FRAGMENTS, CudaDevice, prefer_expandable_segments
 from gemini.memory.devices.pages import PageWindow
 from gemini.planning.working import CUDA_WORKSPACES
 from gemini.testing import StandinDevice
@@ -490,6 +490,10 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": now})
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     return now
+
+
+def segments_grow() -> bool:
+    return CudaDevice.fragments_percent(mock.Mock()) == 0
 
 
 def test_segments_grow_from_now_on_where_nobody_has_set_anything(settings: dict[str, Any]) -> None:

@@ -97,7 +97,9 @@ class CudaDevice(Device):
         return beside_bytes(self.torch_device)
 
     def fragments_percent(self) -> int:
-        return 0 if segments_grow() else FRAGMENTS
+        # Another allocator than torch's own is the driver's, which maps memory page by page.
+        grows = torch.cuda.get_allocator_backend() != "native" or _settings()["expandable_segments"]
+        return 0 if grows else FRAGMENTS
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()
@@ -336,11 +338,6 @@ def prefer_expandable_segments() -> str:
     return said or f"{_GROWING}, which Gemini sets"
 
 
-def segments_grow() -> bool:
-    """Whether torch's allocator has memory mapped as it needs it, or by a driver that does."""
-    return torch.cuda.get_allocator_backend() != "native" or bool(_settings()["expandable_segments"])
-
-
 def check_card(device: torch.device) -> None:
     """Try the card now, not in the first backward. GeminiError: torch has no code for it, or its driver takes none."""
     try:
@@ -395,7 +392,7 @@ def _own_gpu() -> int:
 #
 #     context + kernels + reserved by torch <= gpu=
 #
-# Plans leave room for the same (:func:`gemini.planning.working.beside_bytes`). None was measured on a GPU yet.
+# Plans leave room for the same (:func:`gemini.planning.working.beside_bytes`).
 
 # By owner: the number of its device, and the bytes that the allocator may reserve for it; None: as many as there are.
 _limits: weakref.WeakKeyDictionary[object, tuple[int, int | None]] = weakref.WeakKeyDictionary()

@@ -28,7 +28,6 @@ Blocks are of few sizes (same-shaped layers make same-shaped chunks), cut out of
 beforehand, so that neighbours that are free make one long block again and no step asks the driver for memory. Where
 sizes differ, what is free may be in pieces that are all too short. So who makes room asks for a place and not only for
 bytes (:meth:`WindowMemory.has_place`), and when nothing else may go the windows in use are moved together.
-Nothing of this was run on a GPU yet.
 """
 
 from __future__ import annotations

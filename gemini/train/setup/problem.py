@@ -300,9 +300,8 @@ class _Chooser:
         self._beside, self._fragments = beside if pool is None else 0, fragments
         if fragments:
             warn(
-                "torch's allocator takes segments of fixed sizes, as the program has set it up, and loses a part to "
-                f"fragments: of the gpu budget {fragments} % of what activations and gradients take is set aside for "
-                "that. PYTORCH_ALLOC_CONF=expandable_segments:True leaves it for other uses"
+                f"torch's allocator was set up to take segments of fixed sizes: {fragments} % of what activations and "
+                "gradients take are set aside for fragments. PYTORCH_ALLOC_CONF=expandable_segments:True needs none"
             )
         self._at_once = pool is not None and pool.at_once
         self._others = 0 if pool is None else -ranks.smallest([-pool.needed_by_others(None, device.tier)])[0]
