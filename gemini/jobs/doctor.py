@@ -15,7 +15,9 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
+import gemini
 from gemini import kernels
-from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, StorageError, counted, human_bytes
 from gemini.jobs import refusing
 from gemini.jobs.screen import WIDEST, human_count
@@ -38,13 +40,9 @@ from gemini.memory.devices.device import make_device
 from gemini.memory.durable.folder import holder, is_store, last_commit, stores
 from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
-from gemini.planning.placement import StaticPlacement
 from gemini.ranks import launch
-from gemini.tiers import MemoryBudget
 from gemini.train.checkpoint.durable import open_store
 from gemini.train.checkpoint.format import decode
-from gemini.train.ddp import GeminiDDP
-from gemini.train.optimizers.optimizer import HybridAdam
 
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
 
@@ -69,7 +67,9 @@ def doctor(asked: DoctorSettings, console: Console) -> int:
     if asked.store is not None:
         return 0 if show("Durable store", _store(asked.store)) else 1
     show("Versions", _versions())
-    show("CPU", _cpu())
+    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used"
+    threads = f"torch uses {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} threads"
+    show("CPU", [f"{_cpu_name()}, {cores}", threads])
     show("Native kernels", str(kernels.capabilities()).splitlines())
     show("Memory", _memory())
     show("GPU", _gpus())
@@ -96,11 +96,6 @@ def _version(name: str) -> str:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return "is not installed"
-
-
-def _cpu() -> Iterator[str]:
-    yield f"{_cpu_name()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used"
-    yield f"torch uses {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} threads"
 
 
 def _cpu_name() -> str:
@@ -172,31 +167,29 @@ def measure_hooks(name: str = "cuda", repeats: int = 15) -> Figures:
     """``hook_seconds`` of a device with memory of its own: what forward and backward take more where weights come from
     host memory, for each time that a param is gathered (two) and each gradient that leaves.
     """
-
-    def make() -> nn.Module:
-        layers = [[nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_PARAMS)] for _ in range(_LAYERS)]
-        # Two levels above a param: what is numbered inside something is a block, and in one chunk.
-        return nn.Sequential(nn.Sequential(*(nn.Sequential(*layer) for layer in layers)))
-
-    device, x = make_device(name), torch.ones(1, _WIDTH, dtype=torch.bfloat16)
+    device, dtype = make_device(name), torch.bfloat16
+    linear = partial(nn.Linear, _WIDTH, _WIDTH, bias=False)
+    # Two levels above a param: what is numbered inside something is a block, and in one chunk.
+    layers = [nn.Sequential(*(linear() for _ in range(_PARAMS))) for _ in range(_LAYERS)]
+    plain: Any = nn.Sequential(nn.Sequential(*layers)).to(device.torch_device, dtype)
     # Room for a few layers: the weights of others come anew in each pass.
-    memory = MemoryBudget(gpu=device.beside_bytes() + 8 * _PARAMS * _WIDTH**2 * x.itemsize, cpu="1GiB")
-    plain: Any = make().to(x.dtype).to(device.torch_device)
-    managed: Any = GeminiDDP(make(), GeminiConfig(memory=memory, placement=StaticPlacement(), device=device))
-    both = (plain, torch.optim.SGD(plain.parameters())), (managed, HybridAdam(managed.parameters()))
-    x, seconds = x.to(device.torch_device), []
-    for _ in range(repeats + 3):  # in turn: what else the machine does is in both
-        for model, optimizer in both:
-            begin = time.perf_counter()
-            model(x).sum().backward()
-            seconds.append(time.perf_counter() - begin)
-            optimizer.step()
-            optimizer.zero_grad()
-            device.synchronize()
+    room = device.beside_bytes() + 8 * _PARAMS * _WIDTH**2 * dtype.itemsize
+    memory, placement = gemini.MemoryBudget(gpu=room, cpu="1GiB"), gemini.StaticPlacement()
+    config = gemini.GeminiConfig(memory=memory, placement=placement, device=device)
+    managed: Any = gemini.GeminiDDP(deepcopy(plain), config)
+    both = (plain, torch.optim.SGD(plain.parameters())), (managed, gemini.HybridAdam(managed.parameters()))
+    x, seconds = torch.ones(1, _WIDTH, device=device.torch_device, dtype=dtype), list[float]()
+    for model, optimizer in both * (repeats + 3):  # in turn: what else the machine does is in both
+        begin = time.perf_counter()
+        model(x).sum().backward()
+        seconds.append(time.perf_counter() - begin)
+        optimizer.step()
+        optimizer.zero_grad()
+        device.synchronize()
     # Behind the third step the schedule is known, and nothing is made for the first time.
     more = [with_hooks - without for without, with_hooks in zip(seconds[6::2], seconds[7::2], strict=True)]
     how = f"forward and backward of {_LAYERS} layers of {_PARAMS} params that move, beyond those of the plain model"
-    yield "hook_seconds", measured("hook_seconds", more, how, lambda s: s / (3 * _LAYERS * _PARAMS))
+    yield "hook_seconds", measured("hook_seconds", more, how, lambda s: max(s, 1e-9) / (3 * _LAYERS * _PARAMS))
 
 
 # ---- what is in a durable store --------------------------------------------------------------------------------------

@@ -208,7 +208,8 @@ def pose_problem(
     elif activations is None:
         activations = working.activation_bytes(trace, offloaded=offloads)
     beside = overlap and compute is Tier.GPU
-    waiting = working.waiting_activations(trace) if beside and offloads else 0
+    # On their way to the host: those of two modules.
+    waiting = 2 * max((moment.saved_bytes for moment in trace.moments), default=0) if beside and offloads else 0
     if beside and not many and gradients != "transient":
         waiting += working.waiting_gradients(layout, compute_itemsize(precision))
     itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)

@@ -119,11 +119,6 @@ def waiting_gradients(layout: Layout, itemsize: int) -> int:
     return max(_gradients_by_block(layout, itemsize).values(), default=0)
 
 
-def waiting_activations(trace: MemoryTrace) -> int:
-    """The same of checkpointed activations: those of two modules."""
-    return 2 * max((moment.saved_bytes for moment in trace.moments), default=0)
-
-
 def beside_bytes(target: str, compute: Tier) -> int:
     """Of a GPU's budget what nothing managed can have, before a device is there to be asked: at most."""
     return CUDA_CONTEXT + CUDA_KERNELS + CUDA_WORKSPACES if target == "cuda" and compute is Tier.GPU else 0

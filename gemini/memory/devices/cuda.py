@@ -97,12 +97,9 @@ class CudaDevice(Device):
         return beside_bytes(self.torch_device)
 
     def fragments_percent(self) -> int:
-        # Another allocator than torch's own is the driver's, which maps memory page by page.
-        grows = torch.cuda.get_allocator_backend() != "native" or _settings()["expandable_segments"]
-        return 0 if grows else FRAGMENTS
-
-    def release_cached(self) -> None:
-        torch.cuda.empty_cache()
+        if torch.cuda.get_allocator_backend() != "native":
+            return 0  # the driver's, which maps memory page by page
+        return 0 if torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] else FRAGMENTS
 
     def begin_budget(self, budget: int | None, reserved: int, freed: int, *, limited: bool) -> None:
         if budget is not None:
@@ -313,15 +310,7 @@ _CONFS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 _GROWING = "expandable_segments:True"
 
 FRAGMENTS = 15
-"""Percent of what torch's allocator hands out that segments of fixed sizes lose to fragments: on average of eight
-language models (GMLake, ASPLOS 2024). On an H200 it was 6.9 of all, windows among it, which have none.
-"""
-
-
-def _settings() -> dict[str, Any]:
-    """What torch's allocator goes by, and under the first name of ``_CONFS`` how it was last told."""
-    found: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]
-    return found
+"""Percent that segments of fixed sizes lose: on average of eight language models (GMLake, ASPLOS 2024)."""
 
 
 def prefer_expandable_segments() -> str:
@@ -331,8 +320,8 @@ def prefer_expandable_segments() -> str:
     said = next((f"{name}={os.environ[name]}" for name in _CONFS if name in os.environ), None)
     if said is None and (backend := torch.cuda.get_allocator_backend()) != "native":
         said = f"{backend}, which the program has taken"
-    # Anything that was set while it ran would be put back to what it is by default.
-    said = said or _settings()[_CONFS[0]]
+    # How it was last told while it ran: the call below would put that back to what it is by default.
+    said = said or torch.cuda.memory._snapshot()["allocator_settings"][_CONFS[0]]
     if not said:
         torch._C._accelerator_setAllocatorSettings(_GROWING)
     return said or f"{_GROWING}, which Gemini sets"

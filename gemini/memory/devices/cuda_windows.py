@@ -24,10 +24,8 @@ that the computing stream was given waits for layers that never saw its block. H
    pool is private; but the allocator does before it unmaps memory (expandable segments), and without a pool (another
    allocator backend) a window waits for it instead of the events of its block.
 
-Blocks are of few sizes (same-shaped layers make same-shaped chunks), cut out of one segment that is allocated
-beforehand, so that neighbours that are free make one long block again and no step asks the driver for memory. Where
-sizes differ, what is free may be in pieces that are all too short. So who makes room asks for a place and not only for
-bytes (:meth:`WindowMemory.has_place`), and when nothing else may go the windows in use are moved together.
+Blocks are cut out of one segment that is allocated beforehand. What is free of it may be in pieces that are all too
+short: who makes room asks for a place, too (:meth:`WindowMemory.has_place`; docs/decisions/2026-11-21-cuda-memory.md).
 """
 
 from __future__ import annotations

@@ -209,9 +209,6 @@ class Device(ABC):
         """What torch's allocator loses to fragments, in percent of the activations and gradients that it hands out."""
         return 0
 
-    def release_cached(self) -> None:  # noqa: B027 - the system has it back at once
-        """Give the driver back what torch's allocator keeps and nobody has."""
-
     def begin_budget(  # noqa: B027 - host memory is paged
         self, budget: int | None, reserved: int, freed: int, *, limited: bool
     ) -> None:

@@ -132,16 +132,13 @@ class Again:
         self._store, self._state, self._calls = parts.store, parts.state, parts.calls
         self._backward, self._recovery = backward, recovery
         self._is_ours = parts.store.device.tier is Tier.GPU and parts.company.ranks.are_alone
-        self._in_micro_batch = self._has_learned = self._has_failed = False
+        self._in_micro_batch = self._has_learned = False
         if self._is_ours:
             _models.add(self)
 
     def begin(self, model: nn.Module, batch: Any) -> Beginning | None:
         """Note what a forward begins with, if it is one that might be made again."""
         state = self._state
-        if self._has_failed:  # by now the program has let go of what that backward still had
-            self._has_failed = False
-            self._store.device.release_cached()
         if not self._is_ours or self._in_micro_batch or state.computing or state.is_parked:
             return None
         if self._calls.running or torch._C._current_graph_task_id() != -1 or innermost_transform() is not None:
@@ -200,12 +197,7 @@ class Again:
         """Make the best of a backward that has run out of memory, in a loop of the program's own."""
         if not self._in_micro_batch and self._state.num_open:
             self._give_up(error, "its forward is the program's")
-            self._has_failed, advice = True, _ADVICE
-            if self._store.device.fragments_percent():
-                advice += (
-                    ", or let segments grow (PYTORCH_ALLOC_CONF=expandable_segments:True), which leave no fragments"
-                )
-            _tell(error, f"{self.make_way(str(error)).capitalize()}. {advice}")
+            _tell(error, f"{self.make_way(str(error)).capitalize()}. {_ADVICE}")
 
     def _give_up(self, error: BaseException, why: str) -> None:
         became = self._recovery.break_off(again=False)
@@ -235,7 +227,7 @@ class Again:
         gc.collect()
         ledger, room, tier = self._store.ledger, self._store.manager.room, self._store.device.tier
         ledger.reclaim_all(tier, OF_BUDGET)
-        self._store.device.release_cached()
+        torch.cuda.empty_cache()
         asked = _ASKED.search(said)
         return self.take(max(room.spare(self._store.working_set) // 2, 2 * parse_bytes(asked[1]) if asked else 0))
 

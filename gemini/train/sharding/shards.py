@@ -145,6 +145,9 @@ class Shards(Company):
         self._sent_before: Counter[str] = Counter()
 
     def close(self) -> None:
+        if self.step is not None:  # landings wait for what was offered; the others hear no word of it, nor are heard
+            self.step.is_parted = True
+            self.step.part()
         for lane in self._lanes or ():
             lane.close()
 
