@@ -185,7 +185,7 @@ def cast_where_they_meet(model: nn.Module | Structure, kept: Mapping[int, str], 
     structure = structure_of(model)
     is_told = NAMED in kept.values()
     # Models of transformers cast what they make; in compiled code a hook of ours would be a break of the graph.
-    left = {
+    casting = {
         id(m)
         for _, whole in structure.modules
         # By name: transformers need not be installed.
@@ -199,15 +199,15 @@ def cast_where_they_meet(model: nn.Module | Structure, kept: Mapping[int, str], 
         by_itself = isinstance(module, _NormBase) or not _has_statistics(module)  # torch's take any dtype beside fp32
         if any(kept.get(id(param)) == NAMED for param in own) or not by_itself:
             hooks += [] if isinstance(module, parametrize.ParametrizationList) else _in_fp32(module, dtype)
-        else:
-            hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
-            if module is structure.model or not own or any(id(param) in kept for param in own):
-                continue
-            # After a named part in fp32 whatever reads its outputs is given fp32.
-            if is_told:
-                hooks.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
-            elif isinstance(module, _OF_ONE_DTYPE) and id(module) not in left:
-                hooks.append(module.register_forward_pre_hook(_as_weights(dtype), with_kwargs=True))
+            continue
+        hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
+        if module is structure.model or not own or any(id(param) in kept for param in own):
+            continue
+        # After a named part in fp32 whatever reads its outputs is given fp32.
+        if is_told:
+            hooks.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
+        elif isinstance(module, _OF_ONE_DTYPE) and id(module) not in casting:
+            hooks.append(module.register_forward_pre_hook(_as_weights(dtype), with_kwargs=True))
     return hooks
 
 
