@@ -120,9 +120,9 @@ def breadth_first(
     """
     gradients = model._gemini_engine.backward.gradients
     chunks = [stage.chunks for stage in stages]
-    values: list[torch.Tensor | None] = [None] * len(parts)
-    grads: list[torch.Tensor | None] = [None] * len(parts)
-    held: list[list[Any]] = []  # by stage and micro-batch; None where nothing before is trained
+    values: list[torch.Tensor | None] = [None] * len(parts)  # of each micro-batch, what the next stage is given
+    grads: list[torch.Tensor | None] = [None] * len(parts)  # and its gradient, which backward puts here (`_Entry`)
+    held: list[list[Any]] = []  # by stage and micro-batch, the way back; None where nothing before is trained
     for stage in stages[:-1]:
         row: list[Any] = []
         for number, part in enumerate(parts):

@@ -573,7 +573,8 @@ class _Overlap:
         while self._room < 0 and self._landing:  # whoever launches waits until there is room for what has come
             end, num_bytes = self._landing.popleft()
             self._room += num_bytes
-            (self._launched if self._launches else self._landed_here).append(end)
+            waits = self._launched if self._launches else self._landed_here
+            waits.append(end)
         if self._clipping and now.at % self.per_step == self.per_step - 1:  # the norm needs every gradient
             self._update_all(now)
 
