@@ -231,6 +231,7 @@ class CudaKernels:
             rule = of
             parts += _BOUNDS.pack(begin, end), scalars
             dithers.append(segment.dither if is_compact else 0)
+            # Rounded up, from the multiple of a thread's elements that the first block begins with.
             blocks.append(blocks[-1] - (begin // _PER_THREAD * _PER_THREAD - end) // _PER_BLOCK)
         if parts:
             launch()

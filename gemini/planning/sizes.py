@@ -282,16 +282,11 @@ def _walk(trace: MemoryTrace, num_layers: int) -> dict[tuple[str, int | None], l
     found: dict[tuple[str, int | None], list[Moment]] = {}
     place: tuple[str, int | None] = ("before", None)
     for number, (layer, moment) in enumerate(zip(layers, trace.moments, strict=True)):
-        at = place[1]
-        if number == turn:
-            place = ("between", None)
-        elif number == end:
-            place = ("after", None)
-        elif layer is not None and number < turn:
-            place = ("there", layer)
-        elif layer is not None and (at is None or layer < (at if at != -1 else last)):
-            place = ("back", layer)
-        place = (place[0], -1) if place[1] == last else place
+        at = last if place[1] == -1 else place[1]
+        if number in (turn, end):
+            place = ("between" if number == turn else "after", None)
+        elif layer is not None and (number < turn or at is None or layer < at):
+            place = ("there" if number < turn else "back", -1 if layer == last else layer)
         found.setdefault(place, []).append(moment)
     there = [*range(last), -1]
     walk = [("there", layer) for layer in there] + [("between", None)] + [("back", layer) for layer in there[::-1]]
