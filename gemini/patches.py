@@ -92,3 +92,24 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+class Overrides:
+    """Attributes that objects are given of their own, in front of those of their classes, until they are taken away."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        own = vars(owner)
+        # Noted first: an interrupt in between leaves what can be taken away.
+        self._before.append((own, name, {name: own[name]} if name in own else {}))
+        own[name] = value
+
+    def take_away(self) -> None:
+        """Let objects have what they had: what a class has shows again."""
+        while self._before:
+            # In reverse: an attribute may have been put twice.
+            own, name, before = self._before.pop()
+            own.pop(name, None)
+            own.update(before)

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from gemini.errors import GeminiError, RankMismatch
-from gemini.patches import replaced
+from gemini.patches import Overrides, replaced
 from gemini.ranks.agree import Facts, agree, checksum_of
 from gemini.ranks.group import place_in, size_of
 from gemini.ranks.wire import Tag, Wire, add_up
@@ -454,12 +454,13 @@ def _rope_types(rope: Any) -> Iterator[str]:
             yield from _rope_types(value)
 
 
-class ContextParallel:
+class ContextParallel(Overrides):
     """What is put around one model, whose heads Gemini has divided among ``slices`` ranks. Raises GeminiError, naming
     why the model cannot compute parts; nothing was changed.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange, kind: str, slices: int = 1):
+        super().__init__()
         self._model, self._exchange = transformer_in(model), exchange
         self._kernel = self._model.config._attn_implementation
         self._attend = Attend(exchange, self._kernel, kind)
@@ -468,19 +469,17 @@ class ContextParallel:
             self._attend.kind_for(heads // slices)
         configs = {id(m.config): m.config for m in self._model.modules() if hasattr(m, "config")}.values()
         self._configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
-        # Another library may have put a forward of its own on this model: it is put back.
-        self._before = {name: own for name, own in vars(self._model).items() if name == "forward"}
 
     def put(self) -> None:
         """Let the model compute parts, until :meth:`take_away`."""
         _attending.update(dict.fromkeys(self._model.modules(), self._attend))
         self._name_attention(register(self._kernel))
-        self._model.__dict__["forward"] = self._divided(self._model.forward)
+        # Another library may have put a forward of its own on this model, which comes back.
+        self._put(self._model, "forward", self._divided(self._model.forward))
 
     def take_away(self) -> None:
         """Let the model compute whole sequences again."""
-        self._model.__dict__.pop("forward", None)
-        self._model.__dict__.update(self._before)
+        super().take_away()
         self._name_attention(self._kernel)
         for module in self._model.modules():
             _attending.pop(module, None)

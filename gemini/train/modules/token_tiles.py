@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError
+from gemini.patches import Overrides
 from gemini.planning.trace import LEAST_TILE, tile_sizes, tile_tokens_for
 from gemini.train.modules.reading import READ_AS_A_WHOLE
 from gemini.train.modules.tiled_logits import find_head, split_rows
@@ -37,12 +38,13 @@ _PARTS = {
 }
 
 
-class TokenTiles:
+class TokenTiles(Overrides):
     """The parts of one model that compute in tiles. ``tokens``: in a tile, counted over all sequences of a batch
     together; of each part, as ``tile_tokens=`` says it.
     """
 
     def __init__(self, model: nn.Module, tokens: int | str | None):
+        super().__init__()
         self.tokens, sizes = tokens, tile_sizes(tokens)
         self.of_mlp = sizes.get("mlp", 0)
         modules = list(model.named_modules()) if self.of_mlp else []
@@ -50,7 +52,6 @@ class TokenTiles:
         inside = {part for _, mlp in self.mlps for part in mlp.modules()}
         self.norms = [(path, module) for path, module in modules if _is_norm(module) and module not in inside]
         self.head = find_head(model, sizes["head"]) if "head" in sizes else None
-        self._replaced: list[nn.Module] = []
         self._can_be_cut: dict[type[nn.Module], bool] = {}
         # Of each thread, the module whose tiles are being computed in its forward.
         self._inside = threading.local()
@@ -70,26 +71,14 @@ class TokenTiles:
                 "output head with a loss, which are what is computed in tiles of tokens. Leave tile_tokens out"
             )
         for path, mlp in self.mlps:
-            self._replace(mlp, self._tiled(path, mlp))
+            self._put(mlp, "forward", self._tiled(path, mlp))
             # Before the model is walked: its weights are gathered once for all tiles, and not once for each.
-            mlp.__dict__[READ_AS_A_WHOLE] = True
+            self._put(mlp, READ_AS_A_WHOLE, True)
         for path, norm in self.norms:
-            self._replace(norm, self._tiled(path, norm))
+            self._put(norm, "forward", self._tiled(path, norm))
         if self.head:
-            self._replace(self.head.layer, self.head.layer_forward)
-            self._replace(self.head.model, self.head.model_forward())
-
-    def take_away(self) -> None:
-        """Give every module the forward of its class again."""
-        for module in self._replaced:
-            module.__dict__.pop("forward", None)
-            module.__dict__.pop(READ_AS_A_WHOLE, None)
-        self._replaced.clear()
-
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        # On the instance, in front of the class's: the class may have other instances.
-        module.__dict__["forward"] = forward
-        self._replaced.append(module)
+            self._put(self.head.layer, "forward", self.head.layer_forward)
+            self._put(self.head.model, "forward", self.head.model_forward())
 
     def _tiled(self, path: str, mlp: nn.Module) -> Callable[..., Any]:
         whole = type(mlp).forward.__get__(mlp)

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gemini.config import GeminiConfig
 from gemini.errors import RankMismatch, warn
+from gemini.patches import Overrides
 from gemini.planning.plan import Plan
 from gemini.planning.planes import RuleSpec
 from gemini.planning.trace import Source
@@ -119,21 +120,17 @@ def of_end(name: str, by_end: Mapping[str, object]) -> str | None:
     return max(found, key=len) if found else None
 
 
-_NOTHING = object()
-"""In the place of an attribute that was not there."""
-
-
-class WholeParams:
+class WholeParams(Overrides):
     """The params of a model that become slices, and what they and their modules were before."""
 
     comes_back = False
     """Whether the model is whole again when it is released."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.params: dict[str, TensorSlice] = {}
         """By every name of a param that is cut, which slice of it is here."""
         self._whole: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._before: list[tuple[nn.Module, str, Any]] = []
 
     def cut(self, model: nn.Module, cuts: Mapping[str, TensorSlice]) -> None:
         """Leave the slices of these params, in place."""
@@ -162,21 +159,6 @@ class WholeParams:
     def keep(self) -> None:
         """Let go of whole values: there is no way back."""
         self._whole.clear()
-
-    def _put(self, module: nn.Module, name: str, value: Any) -> None:
-        # From the module's own dict: what its class has shows again when this is taken away.
-        self._before.append((module, name, module.__dict__.get(name, _NOTHING)))
-        module.__dict__[name] = value
-
-    def take_away(self) -> None:
-        """Make modules what they were, but for their params."""
-        while self._before:
-            # In reverse: an attribute may have been put twice.
-            module, name, value = self._before.pop()
-            if value is _NOTHING:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = value
 
 
 STANDS_IN = "_gemini_stands_in"
