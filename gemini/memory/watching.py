@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -141,6 +141,7 @@ class Recorder:
         self._workers: dict[int, _Thread] = {}
         self._computing: Activity | None = None
         self._step: RecordedStep | None = None
+        self._flying: list[RecordedEvent] = []  # those that nobody has seen the end of
         # The step before: until the next one begins, other threads may still do something for it.
         self._last: RecordedStep | None = None
         self._held: dict[Tier, dict[str, int]] = {}
@@ -184,6 +185,17 @@ class Recorder:
         """A copy between two neighbouring tiers; one within a tier keeps no track busy."""
         track = TRACKS.get(Boundary(source, target))
         return NOTHING if track is None else self.span(track, num_bytes=num_bytes)
+
+    def fly(self, begin: Callable[[], Event], activity: Activity) -> RecordedEvent:
+        """Begin a transfer that runs by itself. On the training thread that is now, and not when the device comes to
+        it: what was computed is finished first.
+        """
+        if trains_here(self._trainer):
+            self._finish_device()
+        start = self.clock()
+        event = RecordedEvent(begin(), activity, start)
+        self._flying.append(event)
+        return event
 
     def add(self, track: Track, start: float, stop: float, name: str, chunk: int = -1, num_bytes: int = 0) -> None:
         """``track`` worked from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over."""
@@ -250,6 +262,8 @@ class Recorder:
     def _finish_device(self) -> None:
         if self._device is not None:
             self._device.synchronize()
+        # Its copies are over with that. Taken note of here: whoever waits for them may come much later, or never.
+        self._flying = [event for event in self._flying if not event.is_complete()]
 
     @property
     def _collecting(self) -> RecordedStep | None:

@@ -329,6 +329,36 @@ def test_many_threads_at_once_lose_nothing() -> None:
     assert [s.start for s in timeline.spans] == sorted(s.start for s in timeline.spans)
 
 
+def test_a_copy_is_recorded_from_when_the_device_comes_to_it_until_the_device_is_done() -> None:
+    """What was computed before takes 5 s, and the copy 2; who waits for the copy does so at the end of the step."""
+    clock, copied = Clock(), Event()
+
+    class Gpu(CpuDevice):
+        computes, copies = 0.0, False
+
+        def synchronize(self) -> None:
+            clock.now += self.computes
+            self.computes = 0.0
+            if self.copies:
+                clock.now += 2.0
+                copied.finish()
+                self.copies = False
+
+    def begin() -> Event:
+        gpu.copies = True
+        return copied
+
+    recorder = recorder_by(clock, gpu := Gpu())
+    recorder.begin_step({})
+    gpu.computes = 5.0
+    event = recorder.fly(begin, Activity(recorder, Track.D2H, "land", "", 1, 8))
+    recorder.computing("next")
+    clock.now += 30.0
+    event.wait()
+    told = spans(timeline_of(recorder))
+    assert told == [("gpu to host", "land", 5.0, 7.0), ("compute", "next", 7.0, 37.0)]
+
+
 # ---- events that report their end ------------------------------------------------------------------------------------
 
 # Transfers that run by themselves are recorded once, when their end is noticed, however they end.

@@ -27,7 +27,7 @@ from gemini.memory.chunks.chunk import Chunk, FilePlane, Parts, Plane, begin_mov
 from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.nvme import SpillFile
-from gemini.memory.watching import NOTHING, Activity, Moved, RecordedEvent, Watch
+from gemini.memory.watching import NOTHING, Activity, Moved, Watch
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind, RuleSpec, is_wide
 from gemini.planning.timeline import TRACKS
 from gemini.planning.working import staged_bytes, staging_bytes
@@ -263,8 +263,7 @@ class Mover:
         recorder, track = self.watch.recorder, TRACKS.get(Boundary(source, target))
         if recorder is None or track is None:
             return begin()
-        start = recorder.clock()
-        return RecordedEvent(begin(), Activity(recorder, track, name, "", chunk, num_bytes), start)
+        return recorder.fly(begin, Activity(recorder, track, name, "", chunk, num_bytes))
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
