@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -118,8 +119,8 @@ class Run:
         self.wait_for("a step after the restart", lambda: "\nstep " in self.said(1), pause_s=0.01)
         first_step_s = time.perf_counter() - killed
         self.finish()
-        resumed = [line for line in self.said(1).splitlines() if line.startswith("resumed from ")]
-        return [resumed[0].rpartition(" ")[2] if resumed else "0", f"{others_end_s:.2f}", f"{first_step_s:.1f}"]
+        resumed = re.search(r"resuming from .* after step (\d+)", " ".join(self.said(1).split()))
+        return [resumed[1] if resumed else "0", f"{others_end_s:.2f}", f"{first_step_s:.1f}"]
 
     def results(self) -> Files:
         """The model and the last checkpoint, file by file; what is left of unfinished ones counts as well."""
