@@ -26,7 +26,6 @@ from tests.train.helpers import (
     failing,
     gpt2,
     llama,
-    make_config,
     on_batch,
     pair,
     same_bits,
@@ -88,15 +87,6 @@ def test_clipping_returns_the_true_norm_and_clips(precision: str, where: str, tm
     assert model.clip_grad_norm_(1e9).item() == pytest.approx(true / 4, rel=1e-5)  # as torch: it is clipped now
     model.zero_grad()
     assert model.clip_grad_norm_(1.0).item() == 0.0
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_optimizer_made_before_wrapping(precision: str, where: str, tmp_path: Path) -> None:
-    scale = 2.0**16 if precision == "fp16" else None
-    raw, plain = llama(), Plain(llama(), precision, scale=scale)
-    optimizer = adam(raw)
-    model = gemini.GeminiDDP(raw, make_config(raw, where, tmp_path, precision=precision))
-    assert_trains_alike(model, optimizer, plain, range(2))
 
 
 def test_plain_steps_before_wrapping(where: str, tmp_path: Path) -> None:

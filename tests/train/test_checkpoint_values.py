@@ -129,8 +129,6 @@ def test_a_loss_scale_of_before_is_no_matter(saved: tuple[Tiny, Path], tmp_path:
 # Schedulers of another kind, buffers that cannot be written to, params without a master: all of it is noticed before
 # the first write.
 
-# ---- schedulers ------------------------------------------------------------------------------------------------------
-
 KINDS: dict[str, Any] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "times": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),  # its state looks like that of LambdaLR

@@ -369,23 +369,22 @@ def test_a_frozen_param_that_is_trained_later_has_exact_states() -> None:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_compact_states_are_for_bf16(precision: str) -> None:
-    with pytest.raises(ValueError, match=f"bf16 weight and 8 more bits .*precision='{precision}' was asked for"):
-        gemini.GeminiConfig(precision=precision, states="compact")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        *(({"precision": name}, f"bf16 weight and 8 more bits .*precision='{name}' was") for name in ("fp16", "fp32")),
+        *(
+            ({"optimizer": rule}, "is for the rules Adam, Lion, SGD, SGD without momentum, not for")
+            for rule in (AdanRule(), SophiaGRule(), rules.Momentum(), rules.Coded())
+        ),
+        ({"states": "8bit"}, "states='8bit' is not known; use one of 'exact', 'compact'"),
+    ],
+)
+def test_what_compact_states_do_not_go_with(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        gemini.GeminiConfig(**{"states": "compact", **how})
     with pytest.raises(ValueError, match="precision='fp32' was asked for"):
         gemini.GeminiConfig(states="compact").resolved("fp32")
-
-
-@pytest.mark.parametrize("rule", [AdanRule(), SophiaGRule(), rules.Momentum(), rules.Coded()])
-def test_rules_without_a_compact_form_are_refused(rule: UpdateRule) -> None:
-    with pytest.raises(ValueError, match="is for the rules Adam, Lion, SGD, SGD without momentum, not for"):
-        gemini.GeminiConfig(optimizer=rule, states="compact")
-
-
-def test_other_states_are_refused() -> None:
-    with pytest.raises(ValueError, match="states='8bit' is not known; use one of 'exact', 'compact'"):
-        gemini.GeminiConfig(states="8bit")
 
 
 # ---- gradients summed up in bf16 -------------------------------------------------------------------------------------

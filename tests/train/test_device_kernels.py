@@ -168,9 +168,6 @@ def test_every_rule_runs_by_the_device_s_kernels(
     update_rules.assert_same(model, plain)
 
 
-# ---- inf and NaN -----------------------------------------------------------------------------------------------------
-
-
 def spoil(model: Any, batch: dict[str, torch.Tensor], by: float) -> None:
     """A backward whose gradients are not finite in the first layer's MLP and in everything before it."""
 

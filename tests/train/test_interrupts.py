@@ -135,9 +135,6 @@ def test_a_closure_is_interrupted_at_once(tmp_path: Path) -> None:
     assert_same_snapshot(before, snapshot(model))
 
 
-# ---- writes ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_a_loaded_checkpoint_is_whole(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its first write, and at what comes back after the last one; before the first write it takes effect at once."""
@@ -279,9 +276,6 @@ def test_a_lock_of_python_itself_is_never_left() -> None:
 
 
 # ---- ``interrupts.WHOLE``: when Ctrl-C takes effect, and that autograd is never left off by it. With real signals ----
-
-
-# ---- the mechanism ---------------------------------------------------------------------------------------------------
 
 
 def test_it_takes_effect_where_the_outermost_block_ends() -> None:

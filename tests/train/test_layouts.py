@@ -137,9 +137,6 @@ def test_adopted_optimizers_take_params_of_any_size(name: str, shape: tuple[int,
         assert torch.equal(managed.full_param(path), param.detach()), path
 
 
-# ---- classes ---------------------------------------------------------------------------------------------------------
-
-
 class Slotted:
     __slots__ = ("slot",)
 
@@ -201,8 +198,6 @@ def test_classes_of_any_bases_are_managed(bases: str) -> None:
     assert again is made and type(again) is kind
     gemini.GeminiDDP(again, gemini.GeminiConfig(precision="bf16", device="cpu"))
 
-
-# ---- params without elements (a zero in the shape) are params like any other -----------------------------------------
 
 loud = pytest.mark.filterwarnings("error", "ignore:Initializing zero-element tensors")
 

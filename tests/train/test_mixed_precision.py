@@ -24,7 +24,6 @@ from tests.train.helpers import (
     PLACEMENTS,
     adam,
     assert_same_state,
-    compare,
     noise,
     same_bits,
     squares,
@@ -507,7 +506,3 @@ def test_a_model_that_casts_itself_is_refused_in_half_precision(where: str, tmp_
     model = wrap(CastsItself(), where, tmp_path)
     with pytest.raises(gemini.GeminiError, match="router.*float32, its weights are torch.bfloat16: the model changed"):
         squares(model, 0).backward()
-
-
-def test_a_model_that_casts_itself_is_exact_in_fp32(where: str, tmp_path: Path) -> None:
-    compare(CastsItself, where, tmp_path, squares, precision="fp32")

@@ -70,7 +70,7 @@ def test_auto_does_what_plan_says(share: float, device: str, tmp_path: Path) -> 
     assert {tier: n for tier, n in said.bytes_per_tier.items() if n} == {
         tier: world.used(tier)
         - (world.held(tier, "pool") if world.device.keeps_windows else 0)
-        + (said.problem.working_set if tier is said.problem.compute and _moves(said) else 0)
+        + (said.problem.working_set if tier is said.problem.compute and any(moves.fetch for moves in said.moves) else 0)
         for tier in world.tiers
         if world.used(tier)
     }
@@ -124,10 +124,6 @@ def test_accumulation_moves_what_is_planned(
         optimizer.zero_grad()
         assert managed.memory_report()["moved"] == by_name(said.traffic), step
     world_of(managed).check()
-
-
-def _moves(plan: Plan) -> bool:
-    return any(moves.fetch for moves in plan.moves)
 
 
 @pytest.mark.parametrize("states", ["exact", "compact"])

@@ -59,8 +59,6 @@ def test_the_hunt_sees_one_wrong_number(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(calls) > 5
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
-
 # Whatever breaks wherever, the error is clear, nothing is left, and the last checkpoint resumes to the same bits. A
 # few of the faults of ``tests/hunts/fault_hunt.py``, which makes every call of several cases fail in turn.
 

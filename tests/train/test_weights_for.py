@@ -119,9 +119,6 @@ def test_one_bucket_at_a_time(bucket: int | str, tmp_path: Path, monkeypatch: py
     assert size < 2**20 or len(sizes) == 1
 
 
-# ---- adapters --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "method",
     ["lora", "dora", "modules to save", "experts", "ia3", "oft", "vera", "trainable tokens", "token embeddings"],
@@ -150,9 +147,6 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
     with pytest.raises(GeminiError, match="prompts are part of no weight"):
         gemini.weights_for(prompts)
     assert_same(dict(gemini.weights_for(prompts, adapters="apart")), without_ties(prompts))
-
-
-# ---- an engine in the same process -----------------------------------------------------------------------------------
 
 
 class Engine:
