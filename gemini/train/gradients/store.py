@@ -6,9 +6,10 @@ Sums of squares are made on the way, over fixed tiles, so the same bits come out
     straight         it leaves the device as it is: summed up there, and one copy into its plane that nobody waits for
     through staging  the host has to add it, or to write a file: tile by tile on a worker, the next tiles on their way
 
-What leaves the device keeps its bytes there in the ledger until it has landed, and backward waits for none of it: an
-update takes the events of its chunk's landings along, sums that the host makes are waited for by whoever asks for a
-norm. Sums of a CUDA kernel come to the host all at once, when somebody asks first.
+What leaves the device keeps its bytes there in the ledger until it has landed, or until others need them and the
+device comes behind the copy. Backward waits for none of it: an update takes the events of its chunk's landings along,
+sums that the host makes are waited for by whoever asks for a norm. Sums of a CUDA kernel come to the host all at once,
+when somebody asks first.
 """
 
 from __future__ import annotations
