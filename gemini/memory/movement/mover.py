@@ -42,12 +42,12 @@ def tiles(start: int, stop: int, tile: int) -> list[tuple[int, int]]:
     return [(at, min(at + tile, stop)) for at in range(start, stop, tile)]
 
 
-def by_home(parts: Parts) -> list[Parts]:
-    """Put together what :func:`begin_move` takes at once: all in one file, a plane in memory."""
+def by_home(parts: Parts) -> list[tuple[Tier, int, Parts]]:
+    """Put together what :func:`begin_move` takes at once (all in one file, a plane in memory), with tier and bytes."""
     homes: dict[SpillFile | Plane, list[tuple[Plane, torch.Tensor]]] = {}
     for plane, memory in parts:
         homes.setdefault(plane.file if isinstance(plane, FilePlane) else plane, []).append((plane, memory))
-    return list(homes.values())
+    return [(own[0][0].tier, sum([memory.nbytes for _, memory in own]), own) for own in homes.values()]
 
 
 SLOTS = 4
@@ -278,8 +278,8 @@ class Mover:
 
     def store_all(self, parts: Parts, start: int, stop: int) -> None:
         """Overwrite the same range of these planes from host tensors; a file is asked once."""
-        for own in by_home(parts):
-            with self.crossing(Tier.CPU, own[0][0].tier, sum([memory.nbytes for _, memory in own])):
+        for tier, num_bytes, own in by_home(parts):
+            with self.crossing(Tier.CPU, tier, num_bytes):
                 begin_move(own, start, stop, write=True).wait()
 
     def host_tile(self, number: int, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:

@@ -203,8 +203,7 @@ class Tile:
 
     def _move(self, parts: Parts, *, write: bool) -> None:
         """Start to read the range of these planes into host tensors, or to overwrite it."""
-        for own in by_home(parts):
-            tier, num_bytes = own[0][0].tier, sum(tensor.nbytes for _, tensor in own)
+        for tier, num_bytes, own in by_home(parts):
             ends = (Tier.CPU, tier) if write else (tier, Tier.CPU)
             begin = partial(begin_move, own, self._first, self._last, self._after, write=write)
             self._events.append(self._mover.under_way(*ends, num_bytes, begin, *self._label))
