@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,19 @@ def test_it_has_no_name_and_gives_the_space_back(tmp_path: Path, naming: str) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_runs_in_one_directory(tmp_path: Path, naming: str) -> None:
+    one, two = SpillFile(tmp_path, MIB), SpillFile(tmp_path, MIB)
+    a, b, back = noise(MIB, 1), noise(MIB, 2), host_bytes(MIB)
+    one.write(a, 0)
+    two.write(b, 0)
+    one.read(back, 0)
+    assert torch.equal(back, a)
+    one.close()
+    two.read(back, 0)
+    assert torch.equal(back, b)
+    two.close()
+
+
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("nameless", [True, False])
 def test_no_death_leaves_it_behind(tmp_path: Path, nameless: bool) -> None:
@@ -163,6 +177,32 @@ time.sleep(60)
         child.send_signal(signal.SIGKILL)
         assert child.wait(10) == -signal.SIGKILL
     assert while_alive == [] and list(tmp_path.iterdir()) == []
+
+
+def test_the_space_of_the_dead_is_free_again(small_disk: Path) -> None:
+    program = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import time, warnings
+warnings.simplefilter("ignore")
+from gemini.memory.nvme import SpillFile
+spill = SpillFile(sys.argv[1], 12 * 2**20)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+    def free() -> int:
+        stat = os.statvfs(small_disk)
+        return stat.f_bavail * stat.f_frsize
+
+    with subprocess.Popen([sys.executable, "-c", program, str(small_disk)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        assert free() <= 4 * MIB, "taken at construction, not in the middle of a step"
+        child.kill()
+        child.wait(10)
+    deadline = time.monotonic() + 5
+    while free() < 15 * MIB and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert free() >= 15 * MIB
 
 
 def test_an_interrupt_of_its_end_leaves_it_to_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +278,13 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.
         SpillFile(tmp_path, PAGE)
 
 
+def test_a_read_only_directory() -> None:
+    if not os.path.isdir("/proc/1") or not os.path.isdir("/sys/kernel"):
+        pytest.skip("no /sys")
+    with pytest.raises(StorageError, match="/sys/kernel"):
+        SpillFile("/sys/kernel", PAGE)
+
+
 def test_a_full_disk_at_construction(small_disk: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings():
@@ -257,6 +304,17 @@ def test_a_full_disk_at_construction(small_disk: Path) -> None:
         assert spill.num_bytes == 8 * MIB
         assert spill.allocate(2 * MIB) == 8 * MIB, "and a smaller one still fits"
         spill.close()
+
+
+def test_a_full_disk_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, start: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(nvme.os, "posix_fallocate", full)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match="No space left"):
+        SpillFile(tmp_path, PAGE)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
