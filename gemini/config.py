@@ -76,11 +76,15 @@ class GeminiConfig:
             bits; gradients are added up in another order; the output of a training step has no logits. ``trace`` must
             be of the tiled model too (``gemini.trace(..., tile_tokens=)``). "auto": the planner tiles, with the size
             that ``trace`` has, if activations do not fit otherwise: the head alone if that will do. None: never.
+        kept_blocks: of a model that checkpoints, how many of its last blocks keep their activations in place of
+            computing them again: those whose backward comes first. With ``offload_activations`` they wait there as
+            the inputs of the other blocks do. Results have the same bits. By default as in the plan or ``trace``,
+            else 0.
         context_attention: how attention is divided over the mesh dimension ``cp``. "ulysses": each rank computes some
             of the heads. "gathered": each rank gathers all keys and values. "auto": "ulysses" where ``cp`` divides the
             number of heads.
-        eviction: who goes when memory for weights is short. "auto": what makes the moves of a step cost least. A name
-            ("next_use", "least_recently_used", "first_in_first_out") or an object of your own with the method of
+        eviction: who goes when memory for weights is short. "auto": what makes the moves of a step cost least.
+            "next_use", or an object of your own with the method of
             :class:`~gemini.planning.policy.EvictionPolicy`: the moves of a step are those that it makes on demand.
 
     Raises:
@@ -104,6 +108,7 @@ class GeminiConfig:
     optimizer: Any = None
     states: str = "exact"
     tile_tokens: int | str | None = None
+    kept_blocks: int | None = None
     context_attention: str = "auto"
     keep_fp32: Any = "auto"
     eviction: str | EvictionPolicy = "auto"
@@ -120,6 +125,8 @@ class GeminiConfig:
                 raise TypeError(f"{name}= is a gemini.{kind.__name__}, got {type(value).__name__}")
         if self.placement != "auto" and not isinstance(self.placement, (StaticPlacement, Placement, Plan)):
             raise TypeError(f'placement= is "auto", a gemini.StaticPlacement or a gemini.Plan, got {self.placement!r}')
+        if self.kept_blocks is not None and (type(self.kept_blocks) is not int or self.kept_blocks < 0):
+            raise ValueError(f"kept_blocks= is a number of blocks, got {self.kept_blocks!r}")
         for name, count in (("max_chunk", self.max_chunk), ("update_threads", self.update_threads)):
             if (type(count) is not int or count < 1) and (count is not None or name == "max_chunk"):
                 raise ValueError(f"{name}= is a positive number, got {count!r}")

@@ -23,7 +23,6 @@ from gemini.planning.hardware import Hardware
 from gemini.planning.parallel import MeshOutcome, least_seconds, play_mesh
 from gemini.planning.plan import Plan
 from gemini.planning.rules import RULES
-from gemini.planning.sizes import break_even
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import Tier
@@ -75,8 +74,6 @@ def _plan_whole(way: Way, status: Status) -> Answer:
         if chosen is not None:
             hours = None if timeline is None else 1e6 / timeline.tokens_per_second / 3600
             report["fastest"] = chosen | {"hours_per_million": hours, **run_by(way, made)}
-        if timeline is not None:
-            report["step"]["break_even"] = break_even(made, way.play, timeline)
     if played is not None:
         report["alternatives"] += [
             _alternative(

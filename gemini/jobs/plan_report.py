@@ -15,8 +15,7 @@ from gemini.jobs.settings import PlanSettings
 from gemini.planning.parallel import MeshOutcome
 from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM
-from gemini.planning.sizes import TOLERANCE
-from gemini.planning.timeline import Timeline, Track, human_seconds
+from gemini.planning.timeline import Timeline, human_seconds
 from gemini.planning.trace import MemoryTrace, Phase, tile_words
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
@@ -58,6 +57,7 @@ def describe(
         "precision": trace.precision,
         "gradients": problem.gradients,
         "checkpointing": trace.checkpointing,
+        "kept_blocks": trace.kept_blocks,
         "tile_tokens": trace.tile_tokens,
         "batch": dict(trace.batch),
         "tokens": best.tokens if best else trace.tokens * accumulate * ranks,
@@ -116,7 +116,6 @@ def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeli
         "flops_per_second": timeline.flops / seconds if seconds else 0.0,
         "busy": {track.value: s for track, s in sorted(timeline.busy.items(), key=lambda item: -item[1])},
         "waited": waited,
-        "break_even": None,
         "mfu": timeline.flops * (1 - again / of_all) / seconds / peak.value
         if is_known and peak and of_all and seconds
         else None,
@@ -144,11 +143,12 @@ def _head(report: Report) -> Iterator[str]:
     ranks, micro_batches, frozen = report["ranks"], report["accumulate"], report["num_params"] - report["num_trained"]
     of_them = f", {human_count(frozen)} of them frozen" if frozen else ""
     yield f"{report['model']}, {human_count(report['num_params'])} params{of_them}, {report['precision']}"
+    but_kept = f" but for the last {report['kept_blocks']} blocks" if report["kept_blocks"] else ""
     shapes = sorted({"x".join(map(str, shape)) for shape in report["batch"].values()})
     step_words = {
         f"{', '.join(shapes) or 'a batch'} tokens": True,
         f"{micro_batches} micro-batches": micro_batches > 1,
-        "gradient checkpointing": report["checkpointing"],
+        f"gradient checkpointing{but_kept}": report["checkpointing"],
         f"tiles of {tile_words(report['tile_tokens'])}": report["tile_tokens"],
         f"{ranks} {'GPUs' if report['compute'] == 'gpu' else 'processes'}": ranks > 1,
         f"gradients {report['gradients']}": report["gradients"] != "retain",
@@ -159,7 +159,7 @@ def _head(report: Report) -> Iterator[str]:
     given += [f"machine {report['machine']}"] if report["machine"] else []
     yield fact("given, each" if ranks > 1 else "given", "; ".join(given))
     if best := report["fastest"]:
-        of_all = f"the quickest of {best['candidates']} ways that fit" if report["step"] else "the largest that fits"
+        of_all = f"the quickest of {best['candidates']} ways" if report["step"] else "the largest that fits"
         yield fact("chosen", f"{best['options']} ({of_all}, {best['played']} planned)")
         if best["hours_per_million"]:
             yield fact("", f"{best['hours_per_million']:.3g} hours for a million tokens")
@@ -237,7 +237,8 @@ def _facts(report: Report) -> Iterator[str]:
     if beside["peak_phase"]:
         words += f" (in {beside['peak_phase']} of {beside['peak_module'] or 'the model itself'})"
     if beside["checkpoint_bytes"]:
-        words += f", {human_bytes(beside['checkpoint_bytes'])} of it inputs of checkpointed blocks"
+        of_kept = " and what kept ones save" if report["kept_blocks"] else ""
+        words += f", {human_bytes(beside['checkpoint_bytes'])} of it inputs of checkpointed blocks{of_kept}"
     if beside["offloaded_to"]:
         words += f", which wait on {beside['offloaded_to']}"
     yield fact("beside params", words if report["compute"] == "gpu" else f"{words}; on top of the cpu budget")
@@ -272,11 +273,6 @@ def _time(report: Report, step: Report) -> Iterator[str]:
     if worn is not None and worn < 10 * FEW_STEPS:
         written = f"{'WARNING: ' if worn < FEW_STEPS else ''}{human_bytes(step['nvme_written'])} written a step"
         yield fact("drives wear", f"{written}: {worn:,} steps until what the drives are rated for")
-    if report["mesh"] is None and Track.COMPUTE.value in step["busy"]:
-        larger = step["break_even"]
-        tokens = f"from {human_count(larger)}" if larger is not None else "at no number of"
-        words = f"{tokens} tokens a step{' on' if larger is not None else ''} in larger micro-batches"
-        yield fact("offload is free", f"{words} (within {TOLERANCE:.0%}; now {report['tokens']:,})")
 
 
 def _alternatives(report: Report) -> Iterator[str]:

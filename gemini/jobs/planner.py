@@ -23,18 +23,18 @@ from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings, TraceSettings, spelled
 from gemini.jobs.trace import params_of, seq_len_of, take_trace
 from gemini.planning import document
-from gemini.planning.costs import MeshSizes
+from gemini.planning.costs import MeshSizes, Speeds
 from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.parallel import least_seconds
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
 from gemini.planning.rules import RULES
-from gemini.planning.sizes import DEEP, SHALLOW, are_alike, deepened, resized, step_seconds
+from gemini.planning.sizes import DEEP, SHALLOW, are_alike, deepened, step_seconds, with_kept
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
-from gemini.tiers import Tier
+from gemini.tiers import Boundary, Tier
 
 ROUNDED = 1.01  # more than a tier has by less than this is the number on its box: a card of 24 GiB shows 23.99
 
@@ -189,29 +189,36 @@ class Way:
         return self.changed(tile_tokens=None).trace() if self.may_tile else self.trace()
 
     def least(self) -> float:
-        """What the step takes at least, computing alone without tiles: seconds, or micro-batches without speeds."""
+        """What the step takes at least, computing alone without tiles, or moving what is saved there and back: seconds,
+        or micro-batches without speeds.
+        """
         machine, micro_batches = self.machine, self.settings.accumulate
         if machine.hardware is None:
             return float(micro_batches)
-        sizes = MeshSizes(dp=machine.ranks)
-        return least_seconds(self.plain(), machine.hardware, sizes, micro_batches, per_machine=machine.sharing)
+        sizes, trace = MeshSizes(dp=machine.ranks), self.plain()
+        least = least_seconds(trace, machine.hardware, sizes, micro_batches, per_machine=machine.sharing)
+        if machine.compute is not Tier.GPU or self.settings.offload_activations != "cpu":
+            return least
+        speeds = Speeds.of(machine.hardware, machine.budgets)
+        saved, restored = (sum(getattr(m, f"{way}_bytes") for m in trace.moments) for way in ("saved", "restored"))
+        ways = (Boundary(Tier.GPU, Tier.CPU), saved), (Boundary(Tier.CPU, Tier.GPU), restored)
+        return max(least, *(micro_batches * speeds.seconds(*way) for way in ways))
 
 
 class Traces:
-    """What was traced and read for one answer. ``of_two``: steps of many sequences or alike layers come of few."""
+    """What was traced and read for one answer. ``of_two``: steps of alike layers or kept blocks come of two others."""
 
     def __init__(self, *, of_two: bool = False) -> None:
         self._take, self._num_alike = cache(take_trace), cache(_num_alike)
-        self.take = cache(self._resized) if of_two else self._take
+        self.take = cache(self._made) if of_two else self._take
         self.read = cache(_read_trace)
 
-    def _resized(self, settings: TraceSettings) -> MemoryTrace:
-        size, few = settings.batch_size, 1
-        while 2 * few < size and size % few == 0:
-            with suppress(ValueError):  # with more of them a model computes otherwise, or in more tiles
-                one, two = (self.take(replace(settings, batch_size=few * number)) for number in (1, 2))
-                return resized(one, two, size // few)  # type: ignore[no-any-return]
-            few *= 2
+    def _made(self, settings: TraceSettings) -> MemoryTrace:
+        if (kept := settings.kept_blocks) not in (None, ALL):
+            none, every = (self.take(replace(settings, kept_blocks=number)) for number in (None, ALL))
+            with suppress(ValueError):  # no walk through blocks and back
+                return with_kept(none, every, min(kept, every.kept_blocks))
+            return self._take(settings)
         num_layers = self._num_alike(settings.config or "", settings.layers)
         if num_layers > SHALLOW + DEEP:
             # What moments keep does not grow evenly from layer to layer, or there is no such model of few.
@@ -244,6 +251,8 @@ def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTra
 
 # ---- the quickest way ------------------------------------------------------------------------------------------------
 
+ALL = 2**20  # blocks of a model, or more
+PARTS = 8  # none, an eighth of all, a quarter, ... are kept
 CLOSE = 0.005  # what could be quicker by less than this part of a step is not looked at
 RUNNERS_UP = 4  # ways, or meshes, that are shown beside the best one
 
@@ -260,21 +269,34 @@ def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
     """The quickest way (if none fits, the one that needs least), what was played, quickest first, and how many fit."""
     sequences = _sequences(way)
     way = Way(way.settings, Traces(of_two=True))
-    candidates = sorted(((other.least(), other) for other in _ways(way, sequences)), key=lambda pair: pair[0])
+    candidates = sorted((pair for ways in _ways(way, sequences) for pair in _kept(*ways)), key=lambda pair: pair[0])
     found: list[Found] = []
     for number, (least, other) in enumerate(candidates):
         if found and least > (1 - CLOSE) * found[0].seconds:
             break
         status.update(f"playing {options_of(other)}, {number + 1} of at most {len(candidates)} ...")
         try:
+            if other.settings.kept_blocks and not other.fits():
+                continue
             plan = other.plan()
             seconds = step_seconds(plan, other.play) if way.machine.hardware else least
         except (BudgetExceeded, JobError):  # it was a lower bound of what it needs
             continue
         found.append(Found(other, plan, seconds))
         found.sort(key=lambda each: each.seconds)
-    best = found[0].way if found else way.changed(batch_size=1, accumulate=sequences)
+    best = found[0].way if found else way.changed(batch_size=1, accumulate=sequences, kept_blocks=None)
     return best, found, len(candidates)
+
+
+def _kept(way: Way, most: int) -> Iterator[tuple[float, Way]]:
+    """The way with some numbers of kept blocks up to ``most``, and what it takes at least: computing alone and what
+    moves are each a line between none and all of them.
+    """
+    places = ("no", way.settings.offload_activations) if most else ()
+    ends = [[way.changed(kept_blocks=k, offload_activations=where).least() for k in (None, most)] for where in places]
+    for number in sorted({most * part // PARTS for part in range(PARTS + 1)}):
+        least = max((none + (every - none) * number / most for none, every in ends), default=0.0) or way.least()
+        yield least, way.changed(kept_blocks=number) if number else way
 
 
 def _sequences(way: Way) -> int:
@@ -293,22 +315,27 @@ def _sequences(way: Way) -> int:
     return settings.tokens_per_step // each
 
 
-def _ways(way: Way, sequences: int) -> Iterator[Way]:
-    """Those that fit, as far as that is known without planning them."""
-    asked = way.settings
+def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
+    """Those that fit, as far as that is known without planning them, each with the blocks that it may keep."""
+    asked, most = way.settings, 0
     is_open = way.machine.hardware is not None and not asked.gradient_checkpointing
-    for checkpointing in (False, True) if is_open else (asked.gradient_checkpointing,):
-        base = way.changed(gradient_checkpointing=checkpointing)
+    keeps = way.machine.hardware is not None and asked.kept_blocks is None
+    for checkpointing in (True, False) if is_open else (asked.gradient_checkpointing,):
+        if most:  # all kept is as good as none checkpointed
+            return
+        base = way.changed(gradient_checkpointing=checkpointing, kept_blocks=None if keeps else asked.kept_blocks)
         try:
             saves = base.changed(batch_size=1).plain().checkpoint_bytes > 0
         except GeminiError:
             if checkpointing and is_open:  # the model has none
                 continue
             raise
+        with suppress(GeminiError):  # it cannot be told by block
+            most = base.changed(batch_size=1, kept_blocks=ALL).plain().kept_blocks if saves and keeps else 0
         places = ("no", "cpu") if saves else ("no",)
         may_move = way.machine.hardware and way.machine.compute is Tier.GPU and asked.offload_activations == "auto"
         for where in places if may_move else (asked.offload_activations,):
-            yield from _of_sizes(base.changed(offload_activations=where), sequences)
+            yield from ((other, most) for other in _of_sizes(base.changed(offload_activations=where), sequences))
 
 
 def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
@@ -331,7 +358,7 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
 
 def options_of(way: Way) -> str:
     """What was chosen, as options of ``gemini plan``."""
-    names = ("batch_size", "accumulate", "gradient_checkpointing", "offload_activations", "tile_tokens")
+    names = "batch_size", "accumulate", "gradient_checkpointing", "kept_blocks", "offload_activations", "tile_tokens"
     return as_options({name: getattr(way.settings, name) for name in names})
 
 

@@ -20,7 +20,7 @@ MOST_POSITIONS = 4096
 """What a sequence has by default at most; less where the model has fewer positions."""
 
 
-_PICTURES = (".png", ".svg", ".html", ".json")
+_PICTURES = (".png", ".svg", ".json")
 
 
 # ---- how an option is read -------------------------------------------------------------------------------------------
@@ -188,6 +188,9 @@ class _Step(Record):
         _STEP, f"Tokens in a sequence. (Default: all positions, up to {MOST_POSITIONS}.)", least=2
     )
     gradient_checkpointing: bool = opt(_STEP, "Compute activations again in backward, and do not keep them.", False)
+    kept_blocks: int | None = opt(
+        _STEP, "Of the blocks of --gradient-checkpointing, how many of the last ones are not computed again.", least=0
+    )
     tile_tokens: int | str | None = opt(
         _STEP,
         "Compute MLPs, norms and the output head so many tokens at a time; head=1024: the head alone; auto: where the "
@@ -216,6 +219,8 @@ class TraceSettings(_Step):
     out: Path | None = opt(_OUTPUT, "A JSON file for the trace: what --trace of `plan` takes.", type=new_file)
 
     def check(self) -> None:
+        if self.kept_blocks and not self.gradient_checkpointing:
+            raise JobError(f"--kept-blocks {self.kept_blocks} is of those of --gradient-checkpointing: give both.")
         if self.load_in_4bit and self.lora is None:
             raise JobError("--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then.")
         if self.attn_implementation == "flash_attention_2" and (self.precision == "fp32" or self.target == "cpu"):
@@ -249,7 +254,8 @@ class PlanSettings(_Played, _Step):
     fastest: bool = opt(
         _STEP,
         "Choose the quickest step of so many tokens (--tokens-per-step, or --batch-size times --accumulate): "
-        "micro-batch, and on a --machine checkpointing and where its inputs wait, and tiles with --tile-tokens auto.",
+        "micro-batch, and on a --machine checkpointing, blocks that are kept, and where they wait, and tiles with "
+        "--tile-tokens auto.",
         False,
     )
     tokens_per_step: int | None = opt(_STEP, "Tokens in an optimizer step of all GPUs, for --fastest.", least=2)

@@ -1,6 +1,6 @@
-"""A step as a file, whose suffix says as what: a picture, a page with the numbers and the picture, or a trace. Two
-timelines stand beside each other with the same scales. Layout is arithmetic in inches, so that nothing overlaps at any
-size. matplotlib is optional and imported when it is used.
+"""A step as a file, whose suffix says as what: a picture, or a trace. Two timelines stand beside each other with the
+same scales. Layout is arithmetic in inches, so that nothing overlaps at any size. matplotlib is optional and imported
+when it is used.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from gemini.errors import human_bytes
 from gemini.pictures import series
-from gemini.planning.timeline import TRACKS, Span, Timeline, Track
+from gemini.planning.timeline import Span, Timeline, Track
 from gemini.tiers import Tier
 
 INK, FAINT = "#101114", "#8a8d94"
@@ -31,8 +30,7 @@ _ENTRY = 1.45
 def draw(path: str | Path, timeline: Timeline, other: Timeline | None = None) -> Path:
     """Draw a step, or two beside each other (predicted and measured, before and after).
 
-    ``.png`` and ``.svg``: memory per tier and tracks; ``.html``: a page with the numbers and the same picture, which
-    needs no network; ``.json`` (``.perfetto.json``): a trace for ui.perfetto.dev.
+    ``.png`` and ``.svg``: memory per tier and tracks; ``.json`` (``.perfetto.json``): a trace for ui.perfetto.dev.
 
     Raises:
         ValueError: for another suffix.
@@ -41,88 +39,26 @@ def draw(path: str | Path, timeline: Timeline, other: Timeline | None = None) ->
     path = Path(path)
     match path.suffix.lower():
         case ".png" | ".svg":
-            _write(path, timeline, other)
-        case ".html":
-            path.write_text(page(timeline, other), encoding="utf-8")
+            path.write_bytes(picture(timeline, other, suffix=path.suffix))
         case ".json":
             path.write_text(perfetto(timeline, other), encoding="utf-8")
         case suffix:
             raise ValueError(
                 f"a picture cannot be drawn as {suffix or 'a file without a suffix'!r} ({path.name}): use .png or .svg "
-                "(a picture), .html (a page) or .json (a trace for ui.perfetto.dev)"
+                "(a picture) or .json (a trace for ui.perfetto.dev)"
             )
     return path
-
-
-def page(timeline: Timeline, other: Timeline | None = None) -> str:
-    """The text of an HTML page with the numbers of a step, or of two, and their picture. It loads nothing.
-
-    Raises:
-        ImportError: without matplotlib.
-    """
-    svg = picture(timeline, other, suffix="svg").decode()
-    shown = [timeline] if other is None else [timeline, other]
-    return _PAGE.format(
-        title=escape(f"{timeline.title}: {' and '.join(t.source for t in shown)}"),
-        numbers="\n".join(f"<pre>{escape(str(t))}</pre>" for t in shown),
-        picture=svg[svg.index("<svg") :],  # without what stands before it in a file of its own
-    )
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; color: #101114; background: white; margin: 1.5rem; }}
-pre {{ white-space: pre-wrap; }}
-svg {{ display: block; width: 100%; height: auto; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{numbers}
-{picture}
-</body>
-</html>
-"""
 
 
 # ---- the picture ----------------------------------------------------------------------------------------------------
 
 
-def memory_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
-    """Memory per tier over a step as PNG or SVG: stacked by holder, with budgets, what comes and goes, and phases.
-
-    Raises:
-        ImportError: without matplotlib. ValueError: for a path that ends neither in .png nor in .svg.
-    """
-    return _write(path, timeline, other, tracks=False)
-
-
-def tracks_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
-    """What each track did over a step as PNG or SVG; the height of a column is the share of it that was busy.
-
-    Raises:
-        ImportError: without matplotlib. ValueError: for a path that ends neither in .png nor in .svg.
-    """
-    return _write(path, timeline, other, memory=False)
-
-
-def _write(path: str | Path, timeline: Timeline, other: Timeline | None, **parts: bool) -> Path:
-    path = Path(path)
-    path.write_bytes(picture(timeline, other, suffix=path.suffix, **parts))
-    return path
-
-
-def picture(timeline: Timeline, other: Timeline | None = None, *, suffix: str, **parts: bool) -> bytes:
-    """The bytes of a PNG or SVG file; the same ones for the same timelines. ``parts``: as of :func:`board`."""
+def picture(timeline: Timeline, other: Timeline | None = None, *, suffix: str) -> bytes:
+    """The bytes of a PNG or SVG file; the same ones for the same timelines."""
     suffix = suffix.lower().removeprefix(".")
     if suffix not in ("png", "svg"):
         raise ValueError(f"a picture is a .png or an .svg, not {suffix!r}")
-    figure, out = board([timeline] if other is None else [timeline, other], **parts), io.BytesIO()
+    figure, out = board([timeline] if other is None else [timeline, other]), io.BytesIO()
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "gemini", "svg.fonttype": "none"}):
@@ -134,7 +70,7 @@ def picture(timeline: Timeline, other: Timeline | None = None, *, suffix: str, *
     return re.sub(rb' d="[^"]+"', lambda path: re.sub(rb"(\.\d\d)\d+", rb"\1", path[0]), out.getvalue())
 
 
-def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True) -> Any:
+def board(timelines: list[Timeline]) -> Any:
     """Lay out and draw: a figure, of memory and of tracks."""
     try:
         from matplotlib.figure import Figure
@@ -146,10 +82,10 @@ def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True
     ends = [timeline.step_seconds or 1.0 for timeline in timelines]
     if max(ends) <= 4 * min(ends):  # the same scale, unless one would be a splinter
         ends = [max(ends)] * len(ends)
-    tiers = [tier for tier in Tier if memory and series.holders(timelines, tier)]
-    shown = [track for track in Track if tracks and any(s.track is track for t in timelines for s in t.spans)]
+    tiers = [tier for tier in Tier if series.holders(timelines, tier)]
+    shown = [track for track in Track if any(s.track is track for t in timelines for s in t.spans)]
     rows = len(tiers) * (_PANEL + _STRIP + _GAP) + len(shown) * _ROW + (0.1 if shown and tiers else 0)
-    legends = _legends(timelines, memory=memory, tracks=tracks)
+    legends = _legends(timelines)
     width = len(timelines) * (_LEFT + _WIDTH + _RIGHT)
     per_row = max(3, int((width - _LEFT) / _ENTRY))
     lines = [-(-len(colours) // per_row) for colours in legends.values()]
@@ -318,11 +254,11 @@ def _time(axes: Any, end: float) -> None:
     axes.set_xlabel(f"{unit} since the step began", fontsize=9, color=INK)
 
 
-def _legends(timelines: list[Timeline], *, memory: bool, tracks: bool) -> dict[str, dict[str, str]]:
+def _legends(timelines: list[Timeline]) -> dict[str, dict[str, str]]:
     """Colours by what they stand for, by title."""
-    held = {name: colour_of(name) for name in series.holders(timelines)} if memory else {}
-    shown = [span for each in timelines for span in each.spans if tracks or span.track in TRACKS.values()]
-    done = {*map(series.activity_of, shown), *(["waiting"] if tracks and shown else [])}
+    held = {name: colour_of(name) for name in series.holders(timelines)}
+    shown = [span for each in timelines for span in each.spans]
+    done = {*map(series.activity_of, shown), *(["waiting"] if shown else [])}
     activities = {name: colour for name, colour in series.ACTIVITIES.items() if name in done}
     return {title: colours for title, colours in (("held by", held), ("what tracks do", activities)) if colours}
 

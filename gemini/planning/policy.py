@@ -94,29 +94,7 @@ class NextUse:
         return take_in_order(candidates, missing, lambda c: (c.kept, not c.done, -(c.next_use or 0), c.last_use))
 
 
-class LeastRecentlyUsed:
-    """Evict chunks whose gradients are complete first, then those whose last use is longest ago.
-
-    Forward and backward visit chunks in opposite orders, so what was used last is what is needed next: there LRU makes
-    the choice that knowing the future would make.
-    """
-
-    def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
-        return take_in_order(candidates, missing, lambda c: (not c.done, c.last_use))
-
-
-class FirstInFirstOut:
-    """Evict first what was gathered first, whatever has been used since."""
-
-    def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
-        return take_in_order(candidates, missing, lambda c: c.arrived)
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "next_use": NextUse,
-    "least_recently_used": LeastRecentlyUsed,
-    "first_in_first_out": FirstInFirstOut,
-}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"next_use": NextUse}
 """By the name that ``GeminiConfig(eviction=)`` takes."""
 
 

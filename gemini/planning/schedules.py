@@ -123,6 +123,8 @@ class Work:
     def exchange(self, moment: int) -> tuple[Hop, ...]:
         """What a moment's layers say to their other slices, and to other parts of the sequences: computing waits."""
         traced = self.plan.trace.moments[moment]
+        if not traced.tp_bytes and not traced.cp_bytes:
+            return ()
         name = f"exchange of {traced.module or self.plan.trace.model}"
         sent = ((self._grid.slices, traced.tp_bytes, SLICES), (self._grid.parts, traced.cp_bytes, PARTS))
         return tuple(

@@ -1,20 +1,19 @@
-"""A step in another size than it was traced or planned in; ``gemini plan`` looks at so many that tracing each whole
+"""A step in another form than it was traced or planned in; ``gemini plan`` looks at so many that tracing each whole
 would take minutes. All bytes and all work of a moment are a part that is there once and a part that comes again with
-every sequence, or with every layer where layers are alike: so a step of many comes from two of few.
+every layer where layers are alike: so a step of many comes from two of few, and so do those with some blocks kept.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gemini.planning.plan import Plan
-from gemini.planning.timeline import Timeline, Track
-from gemini.planning.trace import MemoryTrace, Moment, Product, TracedParam, as_tiles, tile_sizes, times
+from gemini.planning.timeline import Timeline
+from gemini.planning.trace import MemoryTrace, Moment, TracedParam
 
 # ---- more micro-batches ----------------------------------------------------------------------------------------------
 
@@ -32,122 +31,9 @@ def step_seconds(plan: Plan, play: Callable[[Plan], Timeline]) -> float:
     return many + (plan.accumulate - MANY) * (many - few) / (MANY - FEW)
 
 
-# ---- more work: from where on offload is free --------------------------------------------------------------------
-
-TOLERANCE = 0.05
-"""The part of computing alone by which a step may be longer and its offload still be called free."""
-
-
-def with_work(plan: Plan, scale: float) -> Plan:
-    """``plan`` with ``scale`` times the tokens in each micro-batch, as far as time goes: its memory stays as it is."""
-    moments = tuple(times(moment, scale) for moment in plan.trace.moments)
-    return replace(plan, trace=replace(plan.trace, moments=moments, tokens=round(plan.trace.tokens * scale)))
-
-
-def break_even(plan: Plan, play: Callable[[Plan], Timeline], timeline: Timeline, *, plays: int = 8) -> int | None:
-    """The fewest tokens per step from which on it takes at most ``1 + TOLERANCE`` times what computing alone does, with
-    a larger micro-batch: found by playing the plan with more work in it, to half a percent of a step.
-
-    Args:
-        play: predicts a step of a plan.
-        timeline: ``play(plan)``.
-        plays: how often to play at most.
-
-    Returns:
-        The tokens that there are where offload is free as it is; None if no number that was tried is enough.
-    """
-    if not timeline.tokens or Track.COMPUTE not in timeline.busy:
-        return None
-    # Scales between which the answer is, each with by how many seconds a step is longer there than it may be.
-    costs, free = (1.0, 0.0), (math.inf, 0.0)
-    was_free, scale = False, 1.0
-    for number in range(plays + 1):
-        played = play(with_work(plan, scale)) if number else timeline
-        compute = played.busy[Track.COMPUTE]
-        over = played.step_seconds - (1 + TOLERANCE) * compute
-        if over <= 0:
-            free = scale, over
-            if scale == 1.0 or -over <= 0.005 * compute:
-                break
-        else:
-            costs = scale, over
-        longer = played.step_seconds / compute
-        if free[0] == math.inf:
-            # At first as if the longest track hid all others, then as if nothing hid what computing does not.
-            more = 1.02 * (longer - 1) / TOLERANCE if number else longer / (1 + TOLERANCE)
-            scale *= min(max(more, 1.25), 64.0)
-        elif was_free and over <= 0:
-            scale = math.sqrt(costs[0] * free[0])  # a line did not come to the other side: something jumps between
-        else:
-            # A straight line, and a little to the side on which it is free.
-            scale = costs[0] + (free[0] - costs[0]) * costs[1] / (costs[1] - free[1])
-            scale = min(1.01 * scale, (scale + free[0]) / 2)
-        was_free = over <= 0
-    return None if free[0] == math.inf else math.ceil(free[0] * timeline.tokens)
-
-
-# ---- more sequences --------------------------------------------------------------------------------------------------
+# ---- more layers -----------------------------------------------------------------------------------------------------
 
 NUMBERS = [f.name for f in fields(Moment) if f.type == "int"]
-
-
-def resized(one: Any, two: Any, number: int) -> Any:
-    """The trace of a step of ``number`` times the sequences of ``one``, where ``two`` is of two times as many. Raises
-    ValueError if they are not alike: something is there in one of them only, or is no number and differs.
-    """
-    if type(one) is not type(two):
-        raise ValueError(f"{one!r} and {two!r} are not of two sizes of one step")
-    if one == two:
-        return one
-    if isinstance(one, (int, float)) and not isinstance(one, bool):
-        return one + (two - one) * (number - 1)
-    if isinstance(one, MemoryTrace) and isinstance(one.tile_tokens, str):
-        first, second = (tile_sizes(trace.tile_tokens) for trace in (one, two))
-        tiles = as_tiles(resized(first, second, number))
-        return replace(
-            resized(replace(one, tile_tokens=None), replace(two, tile_tokens=None), number), tile_tokens=tiles
-        )
-    if is_dataclass(one):
-        own = {f.name: resized(getattr(one, f.name), getattr(two, f.name), number) for f in fields(one)}
-        if isinstance(one, Moment):
-            # A sum over vocabulary and tokens, in parts of so many elements, takes fewer operations in larger tiles.
-            own["num_ops"] = max(own["num_ops"], two.num_ops)
-            if any(own[name] < 0 for name in NUMBERS):
-                raise ValueError(f"{one.module} has other work with more sequences")
-        return replace(one, **own)  # type: ignore[type-var]
-    if isinstance(one, dict) and one.keys() == two.keys():
-        return {key: resized(value, two[key], number) for key, value in one.items()}
-    if isinstance(one, tuple) and one and isinstance(one[0], Product):
-        return _products(one, two, number)
-    if isinstance(one, tuple) and len(one) == len(two):
-        parts = [resized(*both, number) for both in zip(one, two, strict=True)]
-        return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
-    raise ValueError(f"{one!r} in one step and {two!r} in the other")
-
-
-def _products(one: tuple[Product, ...], two: tuple[Product, ...], number: int) -> tuple[Product, ...]:
-    """Each with the one of twice the sequences that differs from it in one dimension at most. Two that have one shape
-    by chance, with as many tokens as a layer is wide, are one with ``times`` in a trace.
-    """
-    if len(one) != len(two):
-        one, two = (tuple(p._replace(times=1) for p in own for _ in range(int(p.times))) for own in (one, two))
-    made, rest = list[Product](), [*two]
-    for product in one:
-        alike = [
-            p for p in rest if sum(a != b for a, b in zip(product, p, strict=True)) <= 1 and p.flops >= product.flops
-        ]
-        # Most of them double: one that is the same is another one's, if there is one that does.
-        twin = next((p for p in alike if p.flops == 2 * product.flops), alike[0] if alike else None)
-        if twin is None:
-            raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
-        rest.remove(twin)
-        made.append(Product._make(a + (b - a) * (number - 1) for a, b in zip(product, twin, strict=True)))
-    if rest:
-        raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
-    return tuple(sorted(made))
-
-
-# ---- more layers -----------------------------------------------------------------------------------------------------
 
 SHALLOW, DEEP = 3, 5
 """Layers of the traces that :func:`deepened` reads: a first one, a last one, and one or three between them."""
@@ -230,6 +116,7 @@ def deepened(three: MemoryTrace, five: MemoryTrace, num_layers: int) -> MemoryTr
         params=tuple(params),
         moments=tuple(moments),
         read_together=tuple(_deep(five.read_together, layer_read, moved, more)),
+        kept_blocks=num_layers if five.kept_blocks else 0,
         buffer_bytes=five.buffer_bytes + (five.buffer_bytes - three.buffer_bytes) // (DEEP - SHALLOW) * more,
         tiled=tiled,
     )
@@ -293,3 +180,29 @@ def _walk(trace: MemoryTrace, num_layers: int) -> dict[tuple[str, int | None], l
     if [place for place in found if place[0] not in ("before", "after")] != walk:
         raise ValueError(f"a step of {num_layers} layers goes through them in another order: {[*found]}")
     return found
+
+
+# ---- blocks that are kept --------------------------------------------------------------------------------------------
+
+
+def with_kept(none: MemoryTrace, every: MemoryTrace, number: int) -> MemoryTrace:
+    """The step in which the last ``number`` blocks keep their activations, of those in which ``none`` of them does, and
+    ``every`` one: from that block on there, and back to it, it is as the second, less what that one has kept before.
+    Raises ValueError for a step that is no walk through the blocks and back.
+    """
+    if not number:
+        return none
+    tiled = with_kept(none.tiled, every.tiled, number) if none.tiled and every.tiled else None
+    of_none, of_every = (_walk(trace, every.kept_blocks) for trace in (none, every))
+    kept = {-1, *range(every.kept_blocks - number, every.kept_blocks - 1)}
+    moments: list[Moment] = []
+    more = 0
+    for place, own in of_none.items():
+        if place[0] in ("there", "back") and place[1] in kept or place[0] == "between":
+            for m in of_every[place]:
+                moments.append(replace(m, live_bytes=m.live_bytes - more, peak_bytes=m.peak_bytes - more))
+        else:
+            moments += own
+            if place[0] in ("before", "there"):
+                more = of_every[place][-1].live_bytes - own[-1].live_bytes
+    return replace(every, moments=tuple(moments), kept_blocks=number, tiled=tiled)

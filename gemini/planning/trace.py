@@ -111,7 +111,8 @@ class Moment:
             calls around it keep included.
         live_bytes: bytes beside the model (activations, workspaces, gradients on their way) live at the end of it.
         peak_bytes: the most of them at once within it; never less than ``live_bytes``.
-        saved_bytes: inputs of checkpointed blocks kept for backward in this moment: what offloading would move away.
+        saved_bytes: inputs of checkpointed blocks, and what kept ones save, kept for backward in this moment: what
+            offloading would move away.
         restored_bytes: those that backward asks for in this moment: what offloading would bring back.
         flops: floating point operations of its matrix products, convolutions and attention.
         touched_bytes: bytes that its operations read and write, weights included: the work of memory-bound ones.
@@ -169,6 +170,7 @@ class MemoryTrace(Document, kind="trace"):
         buffer_bytes: bytes of the model's buffers, live all the time and not in the moments.
         checkpointing: whether gradient checkpointing was on.
         tile_tokens: what ``GeminiConfig(tile_tokens=)`` was; None for a model as it is.
+        kept_blocks: of the blocks that checkpoint, how many of the last ones are not computed again.
         context_parallel: parts of a sequence, of which this is the last one; 1 for whole sequences.
         tensor_parallel: slices of layers, of which this has the first one; 1 for whole layers. ``params`` are slices.
         moments: in the order of the step.
@@ -193,6 +195,7 @@ class MemoryTrace(Document, kind="trace"):
     context_parallel: int = 1
     tensor_parallel: int = 1
     tiled: MemoryTrace | None = None
+    kept_blocks: int = 0
 
     @property
     def num_params(self) -> int:
@@ -300,6 +303,8 @@ class MemoryTrace(Document, kind="trace"):
         how = {Source.AHEAD: "traced ahead of time", Source.RECORDED: "recorded", Source.STRUCTURE: "from structure"}
         shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in self.batch.items())
         checkpointing = ", gradient checkpointing" if self.checkpointing else ""
+        if self.kept_blocks:
+            checkpointing += f" but for {self.kept_blocks} blocks"
         if self.tile_tokens is not None:
             checkpointing += f", tiles of {tile_words(self.tile_tokens)}"
         if self.context_parallel > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, groupby
+
 from gemini.planning.layout import Layout, block_of, page_up
 from gemini.planning.planes import ADAM, RuleSpec, bytes_by_kind
 from gemini.planning.trace import MemoryTrace, chunks_of_params
@@ -134,9 +136,15 @@ def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
 
 
 def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
-    """What activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin."""
+    """What activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin. What a kept
+    block saves is counted as there while that block runs: much of it is still read.
+    """
     most = waiting = 0
-    for moment in trace.moments:
-        most = max(most, moment.peak_bytes - (waiting if offloaded else 0))
-        waiting += moment.saved_bytes - moment.restored_bytes
+    # Moments of one block stand together where it keeps what it saves.
+    for _, run in groupby(trace.moments, lambda m: trace.kept_blocks and block_of(m.module) or object()):
+        moments = [*run]
+        after = [*accumulate((m.saved_bytes - m.restored_bytes for m in moments), initial=waiting)]
+        away = min(after) if len(moments) > 1 else waiting
+        most = max(most, *(moment.peak_bytes - (away if offloaded else 0) for moment in moments))
+        waiting = after[-1]
     return int((most + trace.buffer_bytes) * ACTIVATION_MARGIN)

@@ -37,6 +37,7 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, as_tiles, tile_sizes
 from gemini.tracing.meter import Target, make_target, tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
+from gemini.train.activations.kept import KeptBlocks
 from gemini.train.context import ContextParallel, ImaginedExchange, part_of
 from gemini.train.loading.skeleton import generators_kept, without_drawing
 from gemini.train.modules import token_tiles
@@ -138,6 +139,7 @@ def trace(
     context_attention: str = "auto",
     tensor_parallel: int = 1,
     keep_fp32: KeepFp32 = "auto",
+    kept_blocks: int = 0,
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
 
@@ -161,7 +163,7 @@ def trace(
         context_attention: as in :class:`gemini.GeminiConfig`.
         tensor_parallel: ranks that have slices of each layer, the size of ``tp`` in their mesh. The trace is of the
             first one, and its params are slices.
-        keep_fp32: as in :class:`gemini.GeminiConfig`.
+        keep_fp32, kept_blocks: as in :class:`gemini.GeminiConfig`.
 
     Returns:
         A trace with ``source`` "ahead". MoE models are traced with the experts implementation they have; those whose
@@ -170,12 +172,13 @@ def trace(
     Raises:
         GeminiError: if forward gives no loss, or needs values that fake tensors do not have.
         ValueError: for an unknown precision, target, or kind of checkpointing, a config without a model class, layers
-            that ``tensor_parallel`` does not divide, and tiles of layers in slices.
+            that ``tensor_parallel`` does not divide, tiles of layers in slices, ``kept_blocks`` of blocks without flags.
     """
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     over = (context_parallel, context_attention, tensor_parallel)
-    step = _Step(model, batch, precision, make_target(target), checkpointing, model_class, loss, keep_fp32, over)
+    how = (checkpointing, model_class, loss, keep_fp32, over, kept_blocks)
+    step = _Step(model, batch, precision, make_target(target), *how)
     tiles = None if tile_tokens == "auto" else as_tiles(tile_sizes(tile_tokens))
     if tensor_parallel > 1 and tiles is not None:
         raise ValueError(f"tile_tokens={tiles} with tensor_parallel={tensor_parallel}: leave one of them out")
@@ -207,6 +210,7 @@ class _Step(NamedTuple):
     loss: Callable[[Any], torch.Tensor] | None
     keep_fp32: KeepFp32
     over: tuple[int, str, int]  # ranks with parts of each sequence, how these attend, ranks with slices of layers
+    kept_blocks: int
 
     def trace_for_choice(self) -> MemoryTrace:
         """The step as it is, and in each kind of tiles that the planner may choose; a warning where that cannot be."""
@@ -256,6 +260,9 @@ class _Step(NamedTuple):
         """Run it, in ``tiles``."""
         fake, inputs, kept, mode, sent = prepared
         number, attention, slices = self.over
+        blocks = KeptBlocks(fake, self.kept_blocks) if self.kept_blocks else None
+        if blocks is not None:
+            blocks.keep(fake)
         if tiles is not None:
             token_tiles.tile_tokens(fake, tiles)
         if number > 1:
@@ -271,7 +278,8 @@ class _Step(NamedTuple):
             target=self.target.name,
             source=Source.AHEAD,
         )
-        return replace(found, tile_tokens=tiles, context_parallel=number, tensor_parallel=slices)
+        found = replace(found, tile_tokens=tiles, context_parallel=number, tensor_parallel=slices)
+        return found if blocks is None else replace(found, checkpointing=True, kept_blocks=len(blocks.blocks))
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], mode: FakeTensorMode, sent: Counter[str]) -> ObservedStep:
         observer = Observer(model, self.target, free_gradients=True, sent=sent)

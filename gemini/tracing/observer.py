@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Product, Source
 from gemini.tracing.meter import Meter, Target
+from gemini.train.activations.kept import INSIDE
 from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
 from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.modules.changing import hook_around
@@ -37,12 +38,13 @@ from gemini.train.setup.problem import trace_of
 
 
 class Kept:
-    """One saved input of a checkpointed block."""
+    """One saved input of a checkpointed block, or what a kept one saved."""
 
-    __slots__ = ("__weakref__", "num_bytes", "tensor")
+    __slots__ = ("__weakref__", "is_back", "num_bytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
+        self.is_back: bool | None = False if INSIDE.kept else None  # None: it is brought back whenever it is asked for
         self.num_bytes = tensor.numel() * tensor.element_size()
 
 
@@ -77,7 +79,7 @@ class SavedInputs:
         meter = self._observer.meter
         if (
             tensor.numel() * tensor.element_size() < MIN_BYTES
-            or not saved_by_checkpointing(2)
+            or not (INSIDE.kept or saved_by_checkpointing(2))
             or meter is None
             or meter.is_param(tensor)
         ):
@@ -101,7 +103,9 @@ class SavedInputs:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Kept):
             return packed
-        self._restored += packed.num_bytes
+        if not packed.is_back:
+            self._restored += packed.num_bytes
+        packed.is_back = packed.is_back is not None or None
         return packed.tensor
 
 

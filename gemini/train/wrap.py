@@ -22,6 +22,7 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks.agree import Point
 from gemini.ranks.group import Ranks
 from gemini.sharing import joining
+from gemini.train.activations.kept import KeptBlocks
 from gemini.train.checkpoint.write import pending_in
 from gemini.train.context import ContextParallel, Exchange
 from gemini.train.engine import Engine, engine_of
@@ -142,6 +143,11 @@ def _put_on(
     changes.append(_unhook)
     registered = model.__dict__["_gemini_hooks"] = list[Any]()
     hooks.attach(structure, engine, registered)
+    if engine.decision.kept_blocks:
+        kept = KeptBlocks(model, engine.decision.kept_blocks)
+        changes.append(_to_call(kept.take_away))
+        kept.keep(model)
+        registered += kept.handles
     if engine.ranks.context.size > 1:
         _divide_sequences(model, engine, changes)
     if engine.ranks.same_batch.size > 1:

@@ -25,8 +25,8 @@ from gemini.jobs.planner import Traces, Way, choose
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.train_options import Parser, options_of, precision_of
 from gemini.planning.hardware import load_hardware
-from gemini.planning.sizes import DEEP, SHALLOW, deepened, resized
-from gemini.planning.trace import MemoryTrace
+from gemini.planning.sizes import DEEP, SHALLOW, deepened, with_kept
+from gemini.planning.trace import MemoryTrace, Phase
 from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 CLOSE = 1.03
@@ -84,21 +84,22 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> None:
     def take(settings: TraceSettings) -> MemoryTrace:
         length = settings.seq_len or 0
         tokens = settings.batch_size * length
-        made = decoder_trace(**shape, tokens=tokens, checkpointing=settings.gradient_checkpointing)
+        kept = {"checkpointing": settings.gradient_checkpointing, "kept_blocks": settings.kept_blocks or 0}
+        made = decoder_trace(**shape, tokens=tokens, **kept)
         return replace(made, batch={"input_ids": (settings.batch_size, length)}, target="cuda")
 
     monkeypatch.setattr(planner, "take_trace", take)
 
 
-def every_way(settings: PlanSettings) -> Iterator[tuple[Way, float]]:
-    """All there are that fit, each planned and played as a whole, with its seconds."""
+def every_way(settings: PlanSettings, shape: dict[str, Any]) -> Iterator[tuple[Way, float]]:
+    """All that fit, with every number of kept blocks, each planned and played as a whole, with its seconds."""
     sequences = (settings.tokens_per_step or 0) // (settings.seq_len or 1)
     sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     asked = replace(settings, fastest=False, tokens_per_step=None)
-    for size, checkpointing, where in product(sizes, (False, True), ("no", "cpu")):
-        if where == "cpu" and not checkpointing:
+    for size, kept, where in product(sizes, (None, *range(shape["layers"] + 1)), ("no", "cpu")):
+        if where == "cpu" and kept is None:
             continue
-        changes = {"gradient_checkpointing": checkpointing, "offload_activations": where}
+        changes = {"gradient_checkpointing": kept is not None, "kept_blocks": kept, "offload_activations": where}
         way = Way(replace(asked, batch_size=size, accumulate=sequences // size, **changes))
         try:
             plan = way.plan()
@@ -115,7 +116,7 @@ def chosen_seconds(settings: PlanSettings) -> float | None:
 
 def check(case: Case) -> str:
     """Compare with the whole list; says what was found."""
-    ways = list(every_way(case.settings))
+    ways = list(every_way(case.settings, case.shape))
     mine = chosen_seconds(case.settings)
     if mine is None:
         assert not ways
@@ -165,47 +166,6 @@ def test_more_memory_and_higher_speeds_never_make_a_step_slower(
     assert before is not None and after is not None and after <= 1.006 * before
 
 
-def test_a_trace_of_any_size_is_made_of_two(tiny_config: Path) -> None:
-    """Of small ones too, where as many tokens as a layer is wide make two products of one shape."""
-    for checkpointing in (False, True):
-        traces = Traces(of_two=True), Traces()
-        for size in (3, 8):
-            settings = TraceSettings(
-                config=str(tiny_config), batch_size=size, seq_len=16, gradient_checkpointing=checkpointing
-            )
-            made, real = (each.take(settings) for each in traces)
-            assert (made.params, made.batch, made.tokens) == (real.params, real.batch, real.tokens)
-            assert made.flops == real.flops and len(made.moments) == len(real.moments)
-            for one, other in zip(made.moments, real.moments, strict=True):
-                assert sum(p.flops for p in one.products) == sum(p.flops for p in other.products)
-                for name in ("peak_bytes", "live_bytes", "saved_bytes", "restored_bytes", "touched_bytes"):
-                    assert getattr(one, name) == pytest.approx(getattr(other, name), rel=0.02, abs=64 << 10), name
-    with pytest.raises(ValueError, match="in one step and"):
-        resized((1, 2), (1, 2, 3), 4)
-
-
-@pytest.mark.slow
-def test_a_trace_in_tiles_is_made_of_two_with_as_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles have 256 tokens at least, so a small batch has fewer of them; and products of few tokens stand before
-    those of the layer's width, others behind them.
-    """
-    shape = {"max_position_embeddings": 512, "hidden_size": 384, "intermediate_size": 640}
-    config = llama_config(tmp_path / "config.json", **{**FOUR_BLOCKS, **shape})
-    taken: list[int] = []
-    take = planner.take_trace
-    monkeypatch.setattr(planner, "take_trace", lambda own: (taken.append(own.batch_size), take(own))[1])
-    settings = TraceSettings(config=str(config), batch_size=32, seq_len=512, layers=2, tile_tokens="auto")
-    made = Traces(of_two=True).take(settings)
-    assert sorted(taken) == [1, 2, 4, 8, 16]
-    for one, other in zip(made.forms, take(settings).forms, strict=True):
-        assert one.tile_tokens == other.tile_tokens and len(one.moments) == len(other.moments)
-        for mine, real in zip(one.moments, other.moments, strict=True):
-            assert sum(p.flops for p in mine.products) == sum(p.flops for p in real.products)
-            assert (mine.live_bytes, mine.flops) == (real.live_bytes, real.flops)
-            assert mine.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
-            assert mine.num_ops >= real.num_ops
-
-
 @pytest.mark.parametrize(
     ("kind", "checkpointing"),
     [
@@ -233,6 +193,32 @@ def test_a_trace_of_many_layers_is_made_of_two(
     made = Traces(of_two=True).take(settings)
     assert taken == [SHALLOW, DEEP] and made.tiled is not None
     assert made == take(settings)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in ("llama", "bert"))]
+)
+def test_a_trace_with_kept_blocks_is_made_of_two(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is when it is traced: the same moments and work, and the bytes but for what the first of them was given."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 9, "num_attention_heads": 2, "vocab_size": 64}
+    config = AutoConfig.for_model(kind, **shape, **MORE.get(kind, {"num_key_value_heads": 2, "intermediate_size": 48}))
+    config.save_pretrained(tmp_path)
+    settings = TraceSettings(config=str(tmp_path), batch_size=2, seq_len=512, gradient_checkpointing=True)
+    take, taken, traces = planner.take_trace, list[TraceSettings](), Traces(of_two=True)
+    monkeypatch.setattr(planner, "take_trace", lambda own: (taken.append(own), take(own))[1])
+    input_bytes = 2 * 512 * 32 * 2
+    for kept in (1, 4, 9, 12):
+        made, real = traces.take(replace(settings, kept_blocks=kept)), take(replace(settings, kept_blocks=kept))
+        assert made.kept_blocks == real.kept_blocks == min(kept, 9) and made.checkpointing
+        assert abs(made.checkpoint_bytes - real.checkpoint_bytes) <= 2 * input_bytes < made.checkpoint_bytes
+        assert made.flops == pytest.approx(real.flops, rel=0.01)
+        assert made.peak_bytes == pytest.approx(real.peak_bytes, abs=2 * input_bytes)
+        assert len(made.moments) == pytest.approx(len(real.moments), abs=2)
+        for phase in Phase:
+            numbers = [sum(m.phase is phase for m in trace.moments) for trace in (made, real)]
+            assert numbers[0] == pytest.approx(numbers[1], abs=2)
+    assert len(taken) == 4, "three and five layers, without a kept one and with all"
+    assert with_kept(traces.take(settings), real, 0) == traces.take(settings)
 
 
 def test_layers_of_two_kinds_are_traced_one_by_one(tmp_path: Path) -> None:

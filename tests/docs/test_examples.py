@@ -89,10 +89,10 @@ def test_lora_learns_from_a_base_on_the_drive(output_of: Callable[..., str], tmp
 
 
 def test_activations_of_a_long_sequence_wait_on_the_drive(output_of: Callable[..., str], tmp_path: Path) -> None:
-    printed = output_of("long_context.py", "--scratch", ".", "--picture", "long.html")
+    printed = output_of("long_context.py", "--scratch", ".", "--picture", "long.svg")
     waited = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes of activations", printed)]
     assert len(waited) == 3 and min(waited) >= 4 * 512 * 64 * 2  # the inputs of four blocks, in bf16
-    assert (tmp_path / "long.html").is_file()
+    assert (tmp_path / "long.svg").is_file()
 
 
 def test_two_models_share_a_budget_and_one_of_them_learns(output_of: Callable[..., str], tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gemini.pictures import draw, memory_picture, page, perfetto, tracks_picture
+from gemini.pictures import draw, perfetto
 from gemini.pictures.board import board, picture
 from gemini.pictures.series import ACTIVITIES, HOLDERS
 from gemini.planning.timeline import Span, Timeline, Track
@@ -55,25 +54,17 @@ def test_an_svg_says_what_there_is(tmp_path: Path) -> None:
     assert "gpu to host" not in texts, "a track that nothing runs on has no row"
 
 
-def test_the_parts_can_be_had_alone(tmp_path: Path) -> None:
-    memory = texts_of(memory_picture(toy(), path=tmp_path / "memory.svg").read_bytes())
-    tracks = texts_of(tracks_picture(toy(), path=tmp_path / "tracks.svg").read_bytes())
-    assert "budget" in memory and "compute" not in memory and "forward" in memory
-    assert "compute" in tracks and "budget" not in tracks and "weights" not in tracks
-
-
 def test_the_same_timeline_is_the_same_file() -> None:
     def draw_all() -> list[bytes | str]:
-        return [picture(toy(), suffix=suffix, memory=False) for suffix in (".png", ".svg")] + [perfetto(toy())]
+        return [picture(toy(), suffix=suffix) for suffix in (".png", ".svg")] + [perfetto(toy())]
 
     assert draw_all() == draw_all()
-    assert page(toy()) == page(toy())
 
 
 def test_thousands_of_moments_stay_small(tmp_path: Path) -> None:
     timeline = large()
     assert len(timeline.moments) > 2000
-    assert draw(tmp_path / "large.html", timeline).stat().st_size < 800_000
+    assert draw(tmp_path / "large.svg", timeline).stat().st_size < 800_000
 
 
 def boxes(figure: Any) -> list[tuple[str, Any]]:
@@ -105,27 +96,11 @@ def test_every_holder_and_activity_has_a_colour_of_its_own() -> None:
         assert all(re.fullmatch("#[0-9A-Fa-f]{6}", colour) for colour in colours.values())
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "html", "json"])
+@pytest.mark.parametrize("suffix", ["png", "svg", "json"])
 def test_an_empty_step_and_unknown_holders_can_be_drawn(suffix: str, tmp_path: Path) -> None:
     strange = replace(toy(), samples=(toy().samples[0]._replace(held={Tier.CPU: {"new thing": MIB}}),))
     assert draw(tmp_path / f"empty.{suffix}", empty()).stat().st_size
     assert draw(tmp_path / f"strange.{suffix}", strange, empty()).stat().st_size
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
-def test_a_page_has_the_numbers_and_needs_nothing_from_elsewhere() -> None:
-    first, second = toy(), toy("measured", 1.3)
-    text = page(first, second)
-    places = re.findall(r"""(?:src|href|action|data|poster)=["'](.)""", text)
-    assert set(places) == {"#"}, "only places inside"
-    outside = re.findall(r"(?:url\(|@import|fetch\(|import\(|XMLHttpRequest|WebSocket)[^)\n]*", text)
-    assert all(re.match(r"url\(#", place) for place in outside), outside
-    assert "<script" not in text and "<model>" not in text and "Toy &lt;model&gt; &amp; co" in text
-    for timeline in (first, second):
-        assert escape(str(timeline)) in text
-    assert texts_of(text[text.index("<svg") : text.index("</svg>")].encode() + b"</svg>")
 
 
 # ---- the trace -------------------------------------------------------------------------------------------------------
@@ -185,11 +160,11 @@ def test_spans_that_overlap_get_threads_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", ["step.pdf", "step", "step.tar.gz"])
 def test_other_kinds_of_files_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot be drawn as .*use \.png or \.svg .*\.html .*\.json"):
+    with pytest.raises(ValueError, match=r"cannot be drawn as .*use \.png or \.svg .*\.json"):
         draw(tmp_path / name, toy())
     assert not (tmp_path / name).exists()
     with pytest.raises(ValueError, match=r"a \.png or an \.svg"):
-        memory_picture(toy(), path=tmp_path / "memory.html")
+        picture(toy(), suffix=".html")
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +178,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
-    for suffix in ("png", "svg", "html"):
+    for suffix in ("png", "svg"):
         with pytest.raises(ImportError, match=r"pip install '\.\[pictures\]'"):
             draw(tmp_path / f"step.{suffix}", toy())
     assert draw(tmp_path / "step.perfetto.json", toy()).stat().st_size, "a trace needs nothing"

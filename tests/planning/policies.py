@@ -1,4 +1,4 @@
-"""A policy to compare others with; what a policy comes to, played as a plan; and whether a plan would run."""
+"""Policies to compare others with; what a policy comes to, played as a plan; and whether a plan would run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ from gemini.planning.policy import Candidate, EvictionPolicy, moves_by_policy, t
 from gemini.planning.simulate import simulate
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, accesses
+
+
+class LeastRecentlyUsed:
+    """Evict chunks whose gradients are complete first, then those whose last use is longest ago: forward and backward
+    visit chunks in opposite orders, so there it makes the choice that knowing the future would make.
+    """
+
+    def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
+        return take_in_order(candidates, missing, lambda c: (not c.done, c.last_use))
+
+
+class FirstInFirstOut:
+    """Evict first what was gathered first, whatever has been used since."""
+
+    def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
+        return take_in_order(candidates, missing, lambda c: c.arrived)
 
 
 class StaticFraction:

@@ -11,11 +11,10 @@ from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.plan import Plan
 from gemini.planning.planes import WEIGHTS
-from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.tiers import Tier
 from tests.planning import policies
-from tests.planning.policies import plan_by_policy
+from tests.planning.policies import LeastRecentlyUsed, plan_by_policy
 
 NUMEL = 2**20
 """Params of a layer: one chunk, without padding."""

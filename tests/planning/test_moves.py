@@ -10,15 +10,13 @@ from paging import fetched_bytes, least_bytes, one_by_one, random_instance, sequ
 from gemini.errors import BudgetExceeded
 from gemini.planning.policy import (
     EvictionPolicy,
-    FirstInFirstOut,
-    LeastRecentlyUsed,
     NextUse,
     cheapest_moves,
     first_of,
     moves_by_policy,
     runs,
 )
-from tests.planning.policies import StaticFraction
+from tests.planning.policies import FirstInFirstOut, LeastRecentlyUsed, StaticFraction
 
 
 @pytest.mark.sweep(every=4)

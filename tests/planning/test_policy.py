@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.planning.policy import Candidate, LeastRecentlyUsed
+from gemini.planning.policy import Candidate
+from tests.planning.policies import LeastRecentlyUsed
 
 choose = LeastRecentlyUsed().choose
 

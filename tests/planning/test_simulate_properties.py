@@ -17,12 +17,11 @@ from gemini.planning.placement import can_stream
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
-from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.schedules import Work, serial
 from gemini.planning.timeline import Track
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
-from tests.planning.policies import plan_by_policy
+from tests.planning.policies import LeastRecentlyUsed, plan_by_policy
 
 simulate = partial(simulating.simulate, schedule="serial")
 

@@ -5,9 +5,9 @@ from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, simulate, simulat
 from traces import decoder_trace
 
 from gemini.planning.planner import plan as make_plan
-from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
 from gemini.planning.timeline import Track
 from gemini.tiers import Tier
+from tests.planning.policies import FirstInFirstOut, LeastRecentlyUsed
 
 # ---- ranks ------------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,13 @@ def decoder_trace(
     checkpointing: bool = False,
     frozen: bool = False,
     precision: str = "bf16",
+    kept_blocks: int = 0,
 ) -> MemoryTrace:
     """Llama's shapes: one moment per module with params, forward, (recomputed,) and backward.
 
-    Activations grow by ``34 * hidden`` bytes per token and layer (by ``2 * hidden`` with checkpointing), fall again in
-    backward; work is two FLOP per param and token in forward and four in backward.
+    Activations grow by ``34 * hidden`` bytes per token and layer (by ``2 * hidden`` with checkpointing, but for the
+    last ``kept_blocks``, of which all may be offloaded), fall again in backward; work is two FLOP per param and token
+    in forward and four in backward.
     """
     intermediate, kv = intermediate or 4 * hidden, kv or hidden
     params: list[TracedParam] = [TracedParam(("model.embed_tokens.weight",), (vocab, hidden), not frozen)]
@@ -62,25 +64,28 @@ def decoder_trace(
             )
         )
 
+    recomputed = max(layers - kept_blocks, 0) if checkpointing else 0
     whole, kept = 34 * tokens * hidden // each, 2 * tokens * hidden
     add(Phase.FORWARD, 0, kept)
     for layer in range(layers):
         for n in range(each):
             first = n == 0
-            grows = (kept if first else 0) if checkpointing else whole
-            add(Phase.FORWARD, 1 + layer * each + n, grows, saved=kept if checkpointing and first else 0)
+            grows = (kept if first else 0) if layer < recomputed else whole
+            saved = grows if checkpointing else 0
+            add(Phase.FORWARD, 1 + layer * each + n, grows, saved=saved)
     last = len(params) - 1
     for index in (last - 1, last):
         add(Phase.FORWARD, index, kept)
     for index in (last, last - 1):
         add(Phase.BACKWARD, index, -kept, work=4)
     for layer in reversed(range(layers)):
-        if checkpointing:
+        if layer < recomputed:
             for n in range(each):
                 add(Phase.RECOMPUTE, 1 + layer * each + n, whole, restored=kept if n == 0 else 0)
         for n in reversed(range(each)):
-            extra = kept if checkpointing and n == 0 else 0
-            add(Phase.BACKWARD, 1 + layer * each + n, -whole - extra, work=4)
+            extra = kept if layer < recomputed and n == 0 else 0
+            restored = whole if checkpointing and layer >= recomputed else 0
+            add(Phase.BACKWARD, 1 + layer * each + n, -whole - extra, work=4, restored=restored)
     add(Phase.BACKWARD, 0, -kept, work=0)
     return MemoryTrace(
         model="Decoder",
@@ -93,6 +98,7 @@ def decoder_trace(
         moments=tuple(moments),
         buffer_bytes=1024,
         checkpointing=checkpointing,
+        kept_blocks=min(kept_blocks, layers) if checkpointing else 0,
     )
 
 

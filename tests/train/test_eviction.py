@@ -89,7 +89,7 @@ def test_policies_move_other_bytes_and_train_to_the_same_ones(overlap: bool, tmp
 
 
 def test_a_policy_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="eviction='random' is not known; use one of 'auto', 'next_use', 'least_rec"):
+    with pytest.raises(ValueError, match="eviction='random' is not known; use one of 'auto', 'next_use'"):
         gemini.GeminiConfig(eviction="random")
     for wrong in (SoonestFirst, 3):  # the class in place of an object of it
         with pytest.raises(TypeError, match=r"eviction= is the name of a policy or an object with choose\(candidates"):

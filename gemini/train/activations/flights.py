@@ -48,7 +48,7 @@ _SAVE, _RESTORE = "offload activations", "fetch activations"
 class Offloaded:
     """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
 
-    __slots__ = "__weakref__ _gone device dtype error flight num_bytes place shape stride".split()
+    __slots__ = "__weakref__ _gone back device dtype error flight num_bytes place shape stride wanted".split()
 
     def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
         self._gone, self.place = gone, place
@@ -58,6 +58,8 @@ class Offloaded:
         self.num_bytes = in_pages(tensor.nbytes)
         self.flight: Flight | None = None  # on its way out, or back
         self.error: BaseException | None = None  # what kept it from being written
+        self.wanted = 0  # of a kept block: how many nodes of it have not asked for it in this backward
+        self.back: torch.Tensor | None = None  # its values, until all of them have
 
     def let_go(self) -> None:
         """Leave a note that nobody will read it, and no more: it may run in the middle of anything, under any lock."""
@@ -236,8 +238,12 @@ class Flights:
 
     # ---- ahead of backward --------------------------------------------------------------------------------------
 
-    def note(self, offloaded: Offloaded) -> None:
-        """Note that it was saved, perhaps once more: backward asks for it as often."""
+    def note(self, offloaded: Offloaded, *, at_once: bool) -> None:
+        """Note that it was saved, perhaps once more: backward asks for it as often, or ``at_once``."""
+        for at in reversed(range(len(self._order))) if at_once else ():
+            if self._order[at]() is offloaded:
+                self._order[at] = _had
+                break
         self._order.append(weakref.ref(offloaded))
 
     def begin_forward(self) -> None:

@@ -1,7 +1,8 @@
 """Checkpointed activations in host memory or in the file of a tier, from forward to their recomputation.
 
-With ``GeminiConfig(offload_activations=...)`` the inputs of checkpointed blocks leave the computing tier as they are
-saved and come back, the same bits, when backward asks for them. torch saves them through the saved-tensor hooks that
+With ``GeminiConfig(offload_activations=...)`` the inputs of checkpointed blocks, and all that is saved in kept ones
+(:mod:`gemini.train.activations.kept`), leave the computing tier as they are saved and come back, the same bits, when
+backward asks for them. torch saves them through the saved-tensor hooks that
 are open around the outermost forward; what other operations save passes through these too and is left alone, weights
 above all. A tensor that several blocks were given is stored once. With overlap the moves are made beside computing
 (:mod:`gemini.train.activations.flights`), else here, in turn.
@@ -29,6 +30,7 @@ from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
 from gemini.train.activations.flights import Flights, Gone, Offloaded
+from gemini.train.activations.kept import INSIDE
 from gemini.train.modules import saved_weights, token_tiles
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import is_compiled
@@ -108,12 +110,19 @@ class ActivationStore:
     def end_backward(self) -> None:
         """Give back what is left: nothing is asked for any more."""
         self.flights.end_backward()
+        self._forget()
         self.collect()
+
+    def _forget(self) -> None:
+        """Values that were brought for nodes which have not run."""
+        for offloaded in self._stored:
+            offloaded.back = None
 
     def recover(self) -> None:
         """Close what an interrupt may have left open, and let the books say what there is. Nobody computes."""
         self.end_forward()
         self.flights.start_over()
+        self._forget()
         if self.offloads:
             self._find_lost()
 
@@ -171,8 +180,9 @@ class ActivationStore:
         """Store a tensor elsewhere; None for what stays."""
         if tensor.numel() * tensor.element_size() < MIN_BYTES:
             return None
-        if not saved_by_checkpointing(3) and not (_saver(3).startswith(_OF_COMPILED) and self._checkpoints_compiled()):
-            return None
+        if not INSIDE.kept and not saved_by_checkpointing(3):
+            if not (_saver(3).startswith(_OF_COMPILED) and self._checkpoints_compiled()):
+                return None
         storage = tensor.untyped_storage()
         if tensor.device != self._device.torch_device or storage._cdata in self._weights:
             return None
@@ -183,7 +193,8 @@ class ActivationStore:
             offloaded = known()
             # Both: a storage that is gone may have had its address given to another.
             if offloaded is not None and not alive.expired():
-                self.flights.note(offloaded)
+                offloaded.wanted += INSIDE.kept
+                self.flights.note(offloaded, at_once=offloaded.wanted > 1)
                 return offloaded
         # Before room is asked for: places of tensors that are gone may be all that is needed.
         self.collect()
@@ -194,7 +205,8 @@ class ActivationStore:
             return None
         # The weak reference keeps the storage's address from being given to another one.
         self._known[key] = (StorageWeakRef(storage), weakref.ref(offloaded))
-        self.flights.note(offloaded)
+        offloaded.wanted += INSIDE.kept
+        self.flights.note(offloaded, at_once=False)
         return offloaded
 
     def _checkpoints_compiled(self) -> bool:
@@ -283,6 +295,15 @@ class ActivationStore:
         """Bring back what autograd asks for, in the strides that it was saved with."""
         if not isinstance(packed, Offloaded):
             return packed
+        packed.wanted -= 1
+        back, packed.back = packed.back, None
+        if back is None:
+            back = self._bring(packed)
+        if packed.wanted > 0:  # the products of one input, one after another
+            packed.back = back
+        return back
+
+    def _bring(self, packed: Offloaded) -> torch.Tensor:
         about = self._mover.about("activation", "fetch activations")
         with torch.profiler.record_function("gemini::fetch_activation"), about:
             out = self.flights.take(packed)

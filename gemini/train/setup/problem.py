@@ -234,6 +234,8 @@ class Decision(NamedTuple):
     """Why params stay in fp32, by their ``id``. What was made so can be seen no more when the model is managed."""
     tile_tokens: int | str | None = None
     """Tokens of the tiles in which MLPs and the head with its loss are computed; None for the model as it is."""
+    kept_blocks: int = 0
+    """How many of the last blocks are not computed again where the model checkpoints."""
 
 
 def decide(
@@ -259,7 +261,8 @@ def decide(
         ) from e
     # With "auto" the size of the tiles is that of the trace which was chosen.
     tile_tokens = chosen.trace.tile_tokens if config.tile_tokens in (None, "auto") else config.tile_tokens
-    return chosen._replace(tile_tokens=tile_tokens, kept=kept)
+    kept_blocks = chosen.trace.kept_blocks if config.kept_blocks is None else config.kept_blocks
+    return chosen._replace(tile_tokens=tile_tokens, kept=kept, kept_blocks=kept_blocks)
 
 
 def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig, ranks: Ranks) -> MemoryTrace:
@@ -271,6 +274,11 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
         trace = (config.trace or own).with_fp32({param.name for param in own.params if param.fp32})
     own.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
+    if trace.source is Source.AHEAD and config.kept_blocks not in (None, trace.kept_blocks):
+        raise PlanMismatch(
+            f"the trace has kept_blocks={trace.kept_blocks} and the config kept_blocks={config.kept_blocks}, so its "
+            "activation memory is wrong for this run. Trace again, or leave it out here: then it is as in the trace"
+        )
     parts = ranks.context.size
     if trace.source is Source.AHEAD and trace.context_parallel != parts:
         raise PlanMismatch(

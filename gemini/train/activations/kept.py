@@ -1,0 +1,86 @@
+"""Blocks of a model that checkpoints which are not computed again in backward: the last ones of a forward, whose
+backward comes first. What autograd saves in them stays, or waits where the inputs of the others do.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import nn
+
+from gemini.train.modules.changing import hook_around
+
+_FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+
+
+class _Inside(threading.local):
+    """Of each thread, whether its forward is in a kept block."""
+
+    kept = False
+
+
+INSIDE = _Inside()
+
+
+class _InPlace:
+    """Computes a block where transformers would have it checkpointed, with the same arguments: without a cache too."""
+
+    def __init__(self, checkpointing: Any):
+        self.checkpointing = checkpointing  # what stood in its place
+
+    def __call__(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+class KeptBlocks:
+    """The last ``number`` blocks of ``model``, or all. Raises ValueError for a model that has no flags of blocks."""
+
+    def __init__(self, model: nn.Module, number: int):
+        flagged = [(name, module) for name, module in model.named_modules() if hasattr(module, _FLAG)]
+        numbered = [(name, module) for name, module in flagged if name.rpartition(".")[2].isdecimal()]
+        around = {name[:at] for name, _ in numbered for at, letter in enumerate(name) if letter == "."}
+        self.blocks = [module for name, module in numbered if name not in around][-number:]
+        if not self.blocks:
+            raise ValueError(
+                f"kept_blocks={number}: {type(model).__name__} has no numbered blocks with a flag `{_FLAG}` of their "
+                "own, so it cannot be told which of them to compute again. Leave kept_blocks out"
+            )
+        self._told: set[int] = set()  # blocks whose flags are down, by their place here
+        self.handles: list[Any] = []
+
+    def keep(self, model: nn.Module) -> None:
+        """Keep them in each forward of ``model``, which this does not hold."""
+        self.handles.append(model.register_forward_pre_hook(self._tell, prepend=True))
+        for block in self.blocks:
+            self.handles += hook_around(block, _enter, _leave)
+        self._tell()
+
+    def _tell(self, *_: Any) -> None:
+        """Before each forward: the program may have switched checkpointing on since."""
+        INSIDE.kept = False  # where an interrupt has ended a forward
+        for place, block in enumerate(self.blocks):
+            if (function := block.__dict__.get(_FUNCTION)) is None:
+                if getattr(block, _FLAG):
+                    self._told.add(place)
+                    setattr(block, _FLAG, False)
+            elif not isinstance(function, _InPlace):
+                block.__dict__[_FUNCTION] = _InPlace(function)
+
+    def take_away(self) -> None:
+        """Let the model checkpoint as it did."""
+        for handle in self.handles:
+            handle.remove()
+        for place, block in enumerate(self.blocks):
+            if isinstance(function := block.__dict__.get(_FUNCTION), _InPlace):
+                block.__dict__[_FUNCTION] = function.checkpointing
+            elif place in self._told:
+                setattr(block, _FLAG, True)
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    INSIDE.kept = True
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    INSIDE.kept = False

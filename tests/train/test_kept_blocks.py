@@ -1,0 +1,178 @@
+"""Blocks that a model which checkpoints keeps: the same bits, just their bytes, and a model that is as it was."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gemini
+from gemini.errors import PlanMismatch
+from gemini.tiers import Tier
+from gemini.train.activations.kept import INSIDE, KeptBlocks
+from tests.train.helpers import llama, manage, t5
+from tests.train.test_activations import HIDDEN, LAYERS, SHAPE, batch, enable, held, train
+from tests.world import world_of
+
+INPUT = SHAPE[0] * SHAPE[1] * HIDDEN * 2
+
+
+def wrap(model: nn.Module, folder: Path, device: str, offload: str | None, kept: int, **more: Any) -> Any:
+    budget = {"cpu": "32MiB", "gpu": "32MiB" if device == "standin" else None, "nvme": "32MiB"}
+    return manage(model, folder, device, **budget, **more, offload_activations=offload, kept_blocks=kept).train()
+
+
+def recomputed(model: nn.Module, device: str = "cpu") -> int:
+    """How many calls of blocks a backward makes."""
+    calls = []
+    inner = [own for block in KeptBlocks(model, 99).blocks for own in block.children() if hasattr(own, "q_proj")]
+    hooks = [own.register_forward_pre_hook(lambda *_: calls.append(1)) for own in inner]
+    loss = model(**batch()).loss
+    calls.clear()
+    loss.backward()
+    model.zero_grad()
+    for hook in hooks:
+        hook.remove()
+    return len(calls)
+
+
+@pytest.mark.parametrize("make", [lambda: llama(dropout=0.1), lambda: t5(dropout=0.1)], ids=["llama", "t5"])
+@pytest.mark.parametrize(
+    ("device", "offload"), [("cpu", None), ("cpu", "nvme"), ("standin", None), ("standin", "cpu"), ("standin", "nvme")]
+)
+def test_the_same_bits(make: Any, device: str, offload: str | None, tmp_path: Path) -> None:
+    """Of dropout too, for no kept block, one, and all; the more are kept the more waits."""
+    results = []
+    for kept in (0, 1, 99):
+        model = wrap(make(), tmp_path, device, offload, kept)
+        enable(model)
+        results.append(train(model))
+    (plain, least, masters), *others = results
+    for losses, waits, same_masters in others:
+        assert losses == plain
+        assert all(torch.equal(value, same_masters[name]) for name, value in masters.items())
+        assert list(waits) == ([offload] if offload else []) and sum(waits.values()) >= sum(least.values())
+        least = waits
+    if offload:
+        assert sum(others[1][1].values()) > sum(others[0][1].values()) > sum(results[0][1].values())
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, LAYERS])
+def test_the_last_ones_are_not_computed_again(kept: int, tmp_path: Path) -> None:
+    """Also where checkpointing is switched on, and once more, after the wrap; released, all are again."""
+    for number, model in enumerate([llama(), llama()]):
+        if number:
+            enable(model)
+        managed = wrap(model, tmp_path, "cpu", None, kept)
+        for _ in range(2):
+            enable(managed)
+            assert recomputed(managed) == LAYERS - kept
+        gemini.release(managed)
+        assert recomputed(managed.float()) == LAYERS
+        assert not INSIDE.kept
+
+
+@pytest.mark.parametrize("device", ["standin", "cpu"])
+def test_what_waits_is_what_the_trace_says(device: str, tmp_path: Path) -> None:
+    """To the page: by arithmetic of the trace in the ledger, and as often as it is brought back."""
+    offload = "cpu" if device == "standin" else "nvme"
+    for kept in (1, LAYERS):
+        plain = llama()
+        enable(plain)
+        traced = gemini.trace(plain, batch(), target="cpu", kept_blocks=kept)
+        # In turn: what has not left when it is asked for is brought from nowhere.
+        model = wrap(plain, tmp_path, device, offload, kept, overlap=device == "standin")
+        loss = model(**batch()).loss
+        assert traced.kept_blocks == kept and held(model) == {offload: traced.checkpoint_bytes}
+        assert sum(m.saved_bytes for m in traced.moments) == traced.checkpoint_bytes
+        assert sum(m.restored_bytes for m in traced.moments) == traced.checkpoint_bytes
+        loss.backward()
+        assert held(model) == {}
+        if device == "cpu":
+            assert world_of(model).moved()["nvme->cpu"] == traced.checkpoint_bytes
+        model.zero_grad()
+        world_of(model).check()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.down(torch.relu(self.up(x))), 0.1, self.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inside, x, use_reentrant=False) if self.gradient_checkpointing else self.inside(x)
+
+
+class Own(nn.Module):
+    def __init__(self, number: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().pow(2).mean()
+
+
+@pytest.mark.parametrize(("device", "offload"), [("cpu", "nvme"), ("standin", "cpu"), ("standin", None)])
+def test_a_model_of_ones_own_with_flags(device: str, offload: str | None, tmp_path: Path) -> None:
+    x = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+    seen = []
+    for kept in (0, 2):
+        model = wrap(Own(), tmp_path, device, offload, kept)
+        torch.manual_seed(1)
+        loss = model(x.to(world_of(model).device.torch_device))
+        waits = sum(held(model).values())
+        loss.backward()
+        norm = model.clip_grad_norm_(1.0).item()
+        seen.append((loss.item(), norm, waits))
+        assert [block.gradient_checkpointing for block in model.blocks] == [place < 3 - kept for place in range(3)]
+        gemini.release(model)
+        assert all(block.gradient_checkpointing for block in model.blocks)
+    assert seen[0][:2] == seen[1][:2] and (seen[1][2] > seen[0][2]) is (offload is not None)
+
+
+def test_settings_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be told which of them to compute again"):
+        wrap(nn.Sequential(nn.Linear(16, 16)), tmp_path, "cpu", None, 1)
+    for wrong in (-1, True, "2"):
+        with pytest.raises(ValueError, match="kept_blocks= is a number of blocks"):
+            gemini.GeminiConfig(kept_blocks=wrong)  # type: ignore[arg-type]
+    plain = llama()
+    enable(plain)
+    config = gemini.GeminiConfig(
+        precision="bf16", device="cpu", trace=gemini.trace(plain, batch(), kept_blocks=1), kept_blocks=2
+    )
+    with pytest.raises(PlanMismatch, match="kept_blocks=1 and the config kept_blocks=2"):
+        gemini.GeminiDDP(plain, config)
+
+
+def test_a_backward_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    """In the middle of the products of one input, whose values are kept for the next of them."""
+    model = wrap(llama(), tmp_path, "standin", "cpu", LAYERS)
+    enable(model)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("broken off")
+
+    def hooked(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    hook = model.model.layers[1].self_attn.k_proj.register_forward_hook(hooked)
+    loss = model(**batch()).loss
+    with pytest.raises(RuntimeError, match="broken off"):
+        loss.backward()
+    hook.remove()
+    del loss
+    model.zero_grad()
+    model(**batch()).loss.backward()
+    model.zero_grad()
+    assert held(model) == {} and world_of(model).ledger.held(Tier.CPU, "activations in flight") == 0
+    world_of(model).check()
