@@ -194,15 +194,16 @@ def with_kept(none: MemoryTrace, every: MemoryTrace, number: int) -> MemoryTrace
         return none
     tiled = with_kept(none.tiled, every.tiled, number) if none.tiled and every.tiled else None
     of_none, of_every = (_walk(trace, every.kept_blocks) for trace in (none, every))
-    kept = {-1, *range(every.kept_blocks - number, every.kept_blocks - 1)}
-    moments: list[Moment] = []
+    first, last = every.kept_blocks - number, every.kept_blocks - 1
     more = 0
-    for place, own in of_none.items():
-        if place[0] in ("there", "back") and place[1] in kept or place[0] == "between":
-            for m in of_every[place]:
-                moments.append(replace(m, live_bytes=m.live_bytes - more, peak_bytes=m.peak_bytes - more))
+    if first:  # by what those before it grow, each looked at when what the one before it read is gone
+        ends = [[of[("there", k if k < last else -1)][0].live_bytes for k in (0, first)] for of in (of_every, of_none)]
+        more = (ends[0][1] - ends[0][0]) - (ends[1][1] - ends[1][0])
+    moments: list[Moment] = []
+    for (way, block), own in of_none.items():
+        if way == "between" or (way in ("there", "back") and block in (-1, *range(first, last))):
+            kept = of_every[way, block]
+            moments += [replace(m, live_bytes=m.live_bytes - more, peak_bytes=m.peak_bytes - more) for m in kept]
         else:
             moments += own
-            if place[0] in ("before", "there"):
-                more = of_every[place][-1].live_bytes - own[-1].live_bytes
     return replace(every, moments=tuple(moments), kept_blocks=number, tiled=tiled)

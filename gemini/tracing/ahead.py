@@ -172,7 +172,7 @@ def trace(
     Raises:
         GeminiError: if forward gives no loss, or needs values that fake tensors do not have.
         ValueError: for an unknown precision, target, or kind of checkpointing, a config without a model class, layers
-            that ``tensor_parallel`` does not divide, tiles of layers in slices, ``kept_blocks`` of blocks without flags.
+            that ``tensor_parallel`` does not divide, tiles of layers in slices, and blocks without flags.
     """
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
