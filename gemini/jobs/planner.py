@@ -5,6 +5,7 @@ are played in the order of what they take at least, until none that is left can 
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
@@ -269,34 +270,45 @@ def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
     """The quickest way (if none fits, the one that needs least), what was played, quickest first, and how many fit."""
     sequences = _sequences(way)
     way = Way(way.settings, Traces(of_two=True))
-    candidates = sorted((pair for ways in _ways(way, sequences) for pair in _kept(*ways)), key=lambda pair: pair[0])
-    found: list[Found] = []
-    for number, (least, other) in enumerate(candidates):
-        if found and least > (1 - CLOSE) * found[0].seconds:
-            break
-        status.update(f"playing {options_of(other)}, {number + 1} of at most {len(candidates)} ...")
-        try:
-            if other.settings.kept_blocks and not other.fits():
-                continue
-            plan = other.plan()
-            seconds = step_seconds(plan, other.play) if way.machine.hardware else least
-        except (BudgetExceeded, JobError):  # it was a lower bound of what it needs
-            continue
-        found.append(Found(other, plan, seconds))
-        found.sort(key=lambda each: each.seconds)
+    candidates = sorted(((_kept(*pair), pair[0]) for pair in _ways(way, sequences)), key=lambda c: min(c[0].values()))
+    found, of_all = list[Found](), sum(len(least) for least, _ in candidates)
+
+    def wanted() -> float:
+        return (1 - CLOSE) * found[0].seconds if found else math.inf
+
+    for least, first in candidates:
+        # Each block more saves as much as the one before it, and what it moves costs as much or more: from the number
+        # on which makes a step longer all do, and the last gain is the most that is still to come.
+        before, left = math.inf, len(least)
+        for number, bound in least.items() if min(least.values()) <= wanted() else ():
+            other, left = first.changed(kept_blocks=number) if number else first, left - 1
+            status.update(f"playing {options_of(other)}, {len(found) + 1} of at most {of_all} ...")
+            try:
+                if number and not other.fits():
+                    break
+                plan = other.plan()
+                seconds = step_seconds(plan, other.play) if way.machine.hardware else bound
+            except (BudgetExceeded, JobError):  # it was a lower bound of what it needs
+                break
+            found.append(Found(other, plan, seconds))
+            found.sort(key=lambda each: each.seconds)
+            if seconds >= before or seconds - (before - seconds) * left > wanted():
+                break
+            before = seconds
     best = found[0].way if found else way.changed(batch_size=1, accumulate=sequences, kept_blocks=None)
-    return best, found, len(candidates)
+    return best, found, of_all
 
 
-def _kept(way: Way, most: int) -> Iterator[tuple[float, Way]]:
-    """The way with some numbers of kept blocks up to ``most``, and what it takes at least: computing alone and what
-    moves are each a line between none and all of them.
+def _kept(way: Way, most: int) -> dict[int, float]:
+    """What the way takes at least by the number of kept blocks, of some up to ``most``: computing alone and what moves
+    are each a line between none and all of them.
     """
-    places = ("no", way.settings.offload_activations) if most else ()
+    if not most:
+        return {0: way.least()}
+    places = "no", way.settings.offload_activations
     ends = [[way.changed(kept_blocks=k, offload_activations=where).least() for k in (None, most)] for where in places]
-    for number in sorted({most * part // PARTS for part in range(PARTS + 1)}):
-        least = max((none + (every - none) * number / most for none, every in ends), default=0.0) or way.least()
-        yield least, way.changed(kept_blocks=number) if number else way
+    numbers = sorted({most * part // PARTS for part in range(PARTS + 1)})
+    return {k: max(none + (every - none) * k / most for none, every in ends) for k in numbers}
 
 
 def _sequences(way: Way) -> int:
