@@ -204,10 +204,11 @@ def test_a_trace_with_kept_blocks_is_made_of_two(kind: str, tmp_path: Path, monk
     config = AutoConfig.for_model(kind, **shape, **MORE.get(kind, {"num_key_value_heads": 2, "intermediate_size": 48}))
     config.save_pretrained(tmp_path)
     settings = TraceSettings(config=str(tmp_path), batch_size=2, seq_len=512, gradient_checkpointing=True)
-    take, taken, traces = planner.take_trace, list[TraceSettings](), Traces(of_two=True)
+    take, taken = planner.take_trace, list[TraceSettings]()
     monkeypatch.setattr(planner, "take_trace", lambda own: (taken.append(own), take(own))[1])
+    traces = Traces(of_two=True)
     input_bytes = 2 * 512 * 32 * 2
-    for kept in (1, 4, 9, 12):
+    for kept in (1, 4, 12):
         made, real = traces.take(replace(settings, kept_blocks=kept)), take(replace(settings, kept_blocks=kept))
         assert made.kept_blocks == real.kept_blocks == min(kept, 9) and made.checkpointing
         assert abs(made.checkpoint_bytes - real.checkpoint_bytes) <= 2 * input_bytes < made.checkpoint_bytes
