@@ -136,11 +136,9 @@ def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
 
 
 def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
-    """What activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin. What a kept
-    block saves is counted as there while that block runs: much of it is still read.
-    """
+    """What activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin."""
     most = waiting = 0
-    # Moments of one block stand together where it keeps what it saves.
+    # What a kept block saves counts as there while it runs: much of that is still read.
     for _, run in groupby(trace.moments, lambda m: trace.kept_blocks and block_of(m.module) or object()):
         moments = [*run]
         after = [*accumulate((m.saved_bytes - m.restored_bytes for m in moments), initial=waiting)]

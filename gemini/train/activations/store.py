@@ -114,7 +114,6 @@ class ActivationStore:
         self.collect()
 
     def _forget(self) -> None:
-        """Values that were brought for nodes which have not run."""
         for offloaded in self._stored:
             offloaded.back = None
 

@@ -235,7 +235,6 @@ class Decision(NamedTuple):
     tile_tokens: int | str | None = None
     """Tokens of the tiles in which MLPs and the head with its loss are computed; None for the model as it is."""
     kept_blocks: int = 0
-    """How many of the last blocks are not computed again where the model checkpoints."""
 
 
 def decide(
