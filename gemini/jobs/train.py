@@ -461,11 +461,9 @@ def demo(asked: DemoSettings, console: Console) -> int:
             return code
         last = _mean_loss(run.model, held_out.to(device))
     plain = transformers.AutoModelForCausalLM.from_pretrained(asked.out, dtype=torch.bfloat16, local_files_only=True)
-    reloaded = _mean_loss(plain, held_out)
-    fell, same = (
-        "it fell" if last < first else "IT DID NOT FALL",
-        "the same bits" if reloaded == last else "NOT THE SAME",
-    )
+    reloaded = _mean_loss(plain.to(device), held_out.to(device))
+    fell = "it fell" if last < first else "IT DID NOT FALL"
+    same = "the same bits" if reloaded == last else "NOT THE SAME"
     console.print(f"loss on held-out text: {first:.4f} before, {last:.4f} after: {fell}")
     console.print(f"reloaded with plain transformers: held-out loss {reloaded!r} there, {last!r} here: {same}")
     return code if last < first and reloaded == last else 1

@@ -207,6 +207,22 @@ def test_a_bad_gradient_changes_nothing(told: str, tmp_path: Path, monkeypatch: 
     assert train(model, optimizer, How()).values == expected.values
 
 
+def test_a_bad_gradient_beside_zeros_that_nothing_landed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, batch = EmulatedGpu(), models.make_batches(1, 1)[0][0]
+    emulate(monkeypatch, gpu)
+    model, optimizer = wrap(How(), gpu, tmp_path)
+    before = snapshot(model)
+    model(**batch).loss.backward()
+    optimizer.zero_grad(set_to_none=False)
+    hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state  # without the head, whose zeros stay
+    (hidden.float().sum() * float("nan")).backward()
+    optimizer.step()
+    with pytest.raises(NonFiniteGradient, match=r"the gradient of 'model\.[^']+' holds inf or NaN"):
+        model.memory_report()
+    optimizer.zero_grad()
+    assert_same_snapshot(snapshot(model), before)
+
+
 @pytest.mark.parametrize("gradients", ["transient", "retain"])
 @pytest.mark.parametrize("noticed_by", ["step", "drain"])
 def test_chunks_with_a_bad_gradient_are_not_updated_and_the_step_says_which(

@@ -449,7 +449,8 @@ class _Used(NamedTuple):
     """Gradients of an update of a chunk on the device, or of all of a step; their sums tell whether it took place."""
 
     handles: list[ParamHandle]
-    sums: list[kernels.Sums]
+    sums: dict[ParamHandle, kernels.Sums]
+    """Zeros that nothing landed in (``zero_grad(set_to_none=False)``) have none."""
     flag: torch.Tensor | None = None
     """What stopped it, if it is not 0: on the host, once it is copied there. None if the sums alone tell."""
     copied: Event = DONE
@@ -458,6 +459,10 @@ class _Used(NamedTuple):
         """Whether the flag says that it took place. Waits for the copy, which has begun long ago, and nothing since."""
         self.copied.wait()
         return self.flag is not None and not int(self.flag)
+
+
+def _sums_of(handles: list[ParamHandle]) -> dict[ParamHandle, kernels.Sums]:
+    return {handle: handle.norm_sums for handle in handles if handle.norm_sums is not None}
 
 
 class DeferredFiniteChecks:
@@ -488,15 +493,15 @@ class DeferredFiniteChecks:
         if not (grads and self._is_on_device([update.chunk]) and kernels.leaves_sums_there(grads[0])):
             check_finite(update)
             return None
-        return self._flag([param.handle for param in update.params], [kernels.sum_squares(grad) for grad in grads])
+        sums = {param.handle: kernels.sum_squares(grad) for param, grad in update.grads()}
+        return self._flag([param.handle for param in update.params], sums)
 
     def stop_for_landed(self, chunk: Chunk, handles: list[ParamHandle]) -> torch.Tensor | None:
         """The flag that stops an update from the chunk's plane, by its gradients' sums; None if the host looks."""
-        sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
-        return self._flag(handles, sums) if self._is_on_device([chunk]) else None
+        return self._flag(handles, _sums_of(handles)) if self._is_on_device([chunk]) else None
 
-    def _flag(self, handles: list[ParamHandle], sums: list[kernels.Sums]) -> torch.Tensor | None:
-        flag = kernels.nonfinite_flag(sums)
+    def _flag(self, handles: list[ParamHandle], sums: dict[ParamHandle, kernels.Sums]) -> torch.Tensor | None:
+        flag = kernels.nonfinite_flag([*sums.values()])
         if flag is not None:
             self._used.append(_Used(handles, sums))
         return flag
@@ -508,13 +513,14 @@ class DeferredFiniteChecks:
         mover = self._mover
         if mover.device.tier is not Tier.GPU:
             return None
-        sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
+        sums = _sums_of(handles)
+        each = [*sums.values()]
         # Sums that came to the host tell it already, and it looks before the update.
-        if any(not isinstance(part, kernels.DeviceSums) or part.is_here for own in sums for part in own):
+        if any(not isinstance(part, kernels.DeviceSums) or part.is_here for own in each for part in own):
             return None
         if not self._is_on_device({handle.chunk.spec.index: handle.chunk for handle in handles}.values()):
             return None
-        flag = clip.nonfinite if clip is not None and clip.is_of(sums) else kernels.nonfinite_flag(sums)
+        flag = clip.nonfinite if clip is not None and clip.is_of(each) else kernels.nonfinite_flag(each)
         if flag is not None:
             self._num_flags += 1
             # Each flag in a place of its own, in turn: a copy must not overwrite one that nobody has looked at.
@@ -533,11 +539,11 @@ class DeferredFiniteChecks:
         used = [one for one in used if not one.is_good()]
         if not used:
             return
-        found = iter(kernels.totals([sums for one in used for sums in one.sums]))
+        found = iter(kernels.totals([sums for one in used for sums in one.sums.values()]))
         bad: list[ParamHandle] = []
         num_stopped = 0
         for one in used:
-            own = [handle for handle in one.handles if not math.isfinite(next(found))]
+            own = [handle for handle in one.sums if not math.isfinite(next(found))]
             if own:
                 num_stopped += 1
                 for handle in one.handles:
