@@ -236,9 +236,8 @@ def _num_alike(name: str, layers: int | None) -> int:
     config = find_config(name, layers).config
     count = getattr(config, "num_hidden_layers", None) or 0
     kinds = [value for value in config.to_dict().values() if isinstance(value, list) and len(value) == count]
-    if any(kind.count(kind[0]) < count for kind in kinds):  # one for each layer
-        return 0
-    return count if are_alike(params_of(name, layers, "bf16").params) else 0
+    one_each = any(kind.count(kind[0]) < count for kind in kinds)
+    return count if not one_each and are_alike(params_of(name, layers, "bf16").params) else 0
 
 
 def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTrace:
