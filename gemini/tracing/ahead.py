@@ -178,7 +178,7 @@ def trace(
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     over = (context_parallel, context_attention, tensor_parallel)
     how = (checkpointing, model_class, loss, keep_fp32, over, kept_blocks)
-    step = _Step(model, batch, precision, make_target(target), *how)
+    step = _FakeStep(model, batch, precision, make_target(target), *how)
     tiles = None if tile_tokens == "auto" else as_tiles(tile_sizes(tile_tokens))
     if tensor_parallel > 1 and tiles is not None:
         raise ValueError(f"tile_tokens={tiles} with tensor_parallel={tensor_parallel}: leave one of them out")
@@ -198,7 +198,7 @@ class _Prepared(NamedTuple):
     sent: Counter[str]  # bytes to other ranks, counted as layers run
 
 
-class _Step(NamedTuple):
+class _FakeStep(NamedTuple):
     """The step that :func:`trace` was asked for."""
 
     model: Any
