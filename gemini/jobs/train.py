@@ -421,8 +421,7 @@ _HELD_OUT, _SEQ_LEN = 8, 128
 
 def demo(asked: DemoSettings, console: Console) -> int:
     """The README's demo: a GPT-2-shaped model learns Python from the machine's own library, in less memory than it
-    needs. It is ``gemini sft`` with settings of its own, and then asks what a newcomer would: did the loss fall, and
-    is the saved model the one that was trained? A "no" is said as such. Returns 0 if both are so, else 1.
+    needs, by ``gemini sft``. Returns 0 if the loss fell and the saved model is the one that was trained.
     """
     if (number := launch.num_processes()) > 1:
         raise JobError(f"`gemini demo` runs in one process, and {number} were started. Start it without torchrun.")

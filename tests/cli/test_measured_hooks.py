@@ -22,7 +22,8 @@ def test_hooks_are_measured_with_weights_that_move(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "_LAYERS", 12)
     [(key, figure)] = doctor.measure_hooks("standin", repeats=2)
     assert len(set(gathered)) == 12, "a layer is a chunk, and none stays where it is read"
-    # Of five steps: twice in each, but for those that the turn finds there.
-    assert len(gathered) > 5 * 12 * 1.5
+    # Of five steps: in each forward, and again in backward but for those that the turn finds there, more of them where
+    # fetches ahead are late.
+    assert len(gathered) > 5 * 12
     assert key in FIGURES and "12 layers of 9 params" in figure.source and "median of 2" in figure.source
     assert Hardware("here", {key: figure}).figures[key].value > 0

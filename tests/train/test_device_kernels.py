@@ -9,6 +9,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -218,6 +219,22 @@ def test_a_bad_gradient_beside_zeros_that_nothing_landed_in(tmp_path: Path, monk
     (hidden.float().sum() * float("nan")).backward()
     optimizer.step()
     with pytest.raises(NonFiniteGradient, match=r"the gradient of 'model\.[^']+' holds inf or NaN"):
+        model.memory_report()
+    optimizer.zero_grad()
+    assert_same_snapshot(snapshot(model), before)
+
+
+def test_a_look_that_is_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, batch = EmulatedGpu(), models.make_batches(1, 1)[0][0]
+    emulate(monkeypatch, gpu)
+    model, optimizer = wrap(How(), gpu, tmp_path)
+    before = snapshot(model)
+    spoil(model, batch, float("nan"))
+    optimizer.step()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(kernels, "totals", Mock(side_effect=KeyboardInterrupt))
+        model.memory_report()
+    with pytest.raises(NonFiniteGradient, match="No weight was changed"):
         model.memory_report()
     optimizer.zero_grad()
     assert_same_snapshot(snapshot(model), before)

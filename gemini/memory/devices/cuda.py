@@ -331,6 +331,8 @@ def check_card(device: torch.device) -> None:
     """Try the card now, not in the first backward. GeminiError: torch has no code for it, or its driver takes none."""
     try:
         torch.zeros(1, device=device).add_(1).tolist()
+    except torch.OutOfMemoryError:
+        raise  # others have all of it
     except RuntimeError as e:
         name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         raise GeminiError(

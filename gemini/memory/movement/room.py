@@ -240,7 +240,8 @@ class Room:
 
     def shrink(self, num_bytes: int) -> bool:
         """Windows have that much less for good, which is free; False if some are read. All go: they are one piece."""
-        if not self.is_apart or self.ledger.of_windows(self.tier) < num_bytes or not self.evict_all():
+        could = self.is_apart and self.ledger.of_windows(self.tier) >= num_bytes and self.evict_all()
+        if not could or self.pool < num_bytes:  # a window may have its bytes, and no chunk that knows it yet
             return False
         # Behind the eviction of all: this gives the old piece back to the driver.
         self._device.reserve_windows(self.pool - num_bytes)

@@ -37,8 +37,7 @@ class KeptBlocks:
     """The last ``number`` blocks of ``model``, or all. Raises ValueError for a model that has no flags of blocks."""
 
     def __init__(self, model: nn.Module, number: int):
-        flagged = [(name, module) for name, module in model.named_modules() if hasattr(module, _FLAG)]
-        numbered = [(name, module) for name, module in flagged if name.rpartition(".")[2].isdecimal()]
+        numbered = [(n, m) for n, m in model.named_modules() if hasattr(m, _FLAG) and n.rpartition(".")[2].isdecimal()]
         around = {name[:at] for name, _ in numbered for at, letter in enumerate(name) if letter == "."}
         self.blocks = [module for name, module in numbered if name not in around][-number:]
         if not self.blocks:

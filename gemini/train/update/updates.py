@@ -438,8 +438,7 @@ def _in_a_backward() -> bool:
 # Where the whole update of a chunk runs on a device with kernels of its own, the device looks: a flag that is made of
 # the sums of squares stops the update of that chunk, and the host is told later. Of updates inside backward, each of
 # which has a flag, when the step ends; of those of a step, which have one together, before the next backward takes its
-# first gradient: the flag is on its way to the host from the step on, and nothing given to the device since is waited
-# for.
+# first gradient: the flag is on its way from the step on, and nothing given to the device since is waited for.
 
 _FLAGS = PAGE // 4
 """Of steps that nobody has looked at yet: one for each optimizer of a model, and none outlives a backward."""
@@ -533,13 +532,14 @@ class DeferredFiniteChecks:
         """See what became of the updates on the device: a wait, once for all of them. Raises NonFiniteGradient, naming
         the first param; what was updated and what was not it says.
         """
-        # Taken out first: what is raised below is told once.
-        used, self._used = self._used, []
-        num_chunks, self.num_chunks = self.num_chunks, 0
-        used = [one for one in used if not one.is_good()]
-        if not used:
-            return
-        found = iter(kernels.totals([sums for one in used for sums in one.sums.values()]))
+        try:
+            used = [one for one in self._used if not one.is_good()]
+            found = iter(kernels.totals([sums for one in used for sums in one.sums.values()]))
+        except Exception:  # told once; what a Ctrl-C breaks off is looked at again
+            self.forget()
+            raise
+        num_chunks = self.num_chunks
+        self.forget()
         bad: list[ParamHandle] = []
         num_stopped = 0
         for one in used:
