@@ -54,6 +54,13 @@ def other_weights_between(model: Any, optimizer: Any, weights: dict[str, Any], s
     model.load_state_dict(weights)
 
 
+def twice(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    optimizer.load_state_dict(states)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    model.load_state_dict(weights)
+
+
 def optimizer_first(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
     optimizer.load_state_dict(states)
     model.load_state_dict(weights)
@@ -64,10 +71,17 @@ def model_first(model: Any, optimizer: Any, weights: dict[str, Any], states: dic
     optimizer.load_state_dict(states)
 
 
-# More of them, and torch's own functions, are habits of drawn programs: test_programs.py.
+def as_torch_does(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in states["param_groups"]]
+    named = {"state": {names[i]: state for i, state in states["state"].items()}, "param_groups": groups}
+    of_torch.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=named)
+
+
+# More of them are habits of drawn programs: test_programs.py.
 ORDERS: dict[str, Loads] = {
     f.__name__: f for f in (
-        optimizer_first, in_parts, by_modules, gathered, other_weights_between, model_first,
+        optimizer_first, as_torch_does, in_parts, by_modules, gathered, other_weights_between, twice, model_first,
     )
 }  # fmt: skip
 
