@@ -47,9 +47,10 @@ from gemini.memory.devices.pages import PageWindow, StorageWindow  # noqa: E402
 from gemini.memory.movement.transfers import JobThread  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
 from gemini.planning import working  # noqa: E402
-from gemini.testing import RandomClock, StandinDevice  # noqa: E402
+from gemini.testing import StandinDevice  # noqa: E402
 from tests.hunts.race_recipes import Recipe, World, draw_recipe, eval_loss, reference, same_all, train  # noqa: E402
 from tests.models import assert_same_bits  # noqa: E402
+from tests.standins import PieceDevice, RandomClock  # noqa: E402
 from tests.world import world_of  # noqa: E402
 
 HANGING_S = 300
@@ -102,7 +103,8 @@ class Schedule:
             )  # fmt: skip
         device: Any = self.device
         if self.device == "standin":
-            device = StandinDevice(gate=RandomClock(self.seed), poison=self.poison, in_pieces=self.in_pieces)
+            make = PieceDevice if self.in_pieces else StandinDevice
+            device = make(gate=RandomClock(self.seed), poison=self.poison)
         return gemini.GeminiConfig(
             precision=self.recipe.precision, gradients=self.recipe.gradients, device=device, max_chunk=self.max_chunk,
             memory=gemini.MemoryBudget(**memory), placement=placement, overlap=self.overlap,

@@ -17,7 +17,7 @@ import torch
 from gemini.memory.devices import cuda
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.cuda_windows import CudaWindow
-from gemini.testing import Arena
+from tests.standins import Arena
 
 GPU = 1
 """The number of the GPU."""

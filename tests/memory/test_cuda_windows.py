@@ -26,8 +26,8 @@ from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.plan import Moves
 from gemini.planning.trace import Access
-from gemini.testing import Arena
 from gemini.tiers import Tier
+from tests.standins import Arena
 
 PAGE = 4096
 

@@ -22,6 +22,7 @@ from gemini.memory.devices.device import CpuDevice, Device
 from gemini.planning.layout import ALIGN
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
+from tests.standins import PieceDevice
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
 
@@ -43,7 +44,7 @@ def make_world(
     made: list[Device] = []
 
     def make(sizes: list[int], budget: int) -> World:
-        made.append(CpuDevice() if name == "cpu" else StandinDevice(in_pieces=how == "in pieces"))
+        made.append(CpuDevice() if name == "cpu" else (PieceDevice if how == "in pieces" else StandinDevice)())
         return World(sizes, made[-1], budget * UNIT, Tier(home), tmp_path)
 
     yield make
@@ -53,7 +54,7 @@ def make_world(
 
 def check(world: World) -> None:
     world.manager.check_invariants()
-    if isinstance(world.device, StandinDevice) and world.device.pieces is not None:
+    if isinstance(world.device, PieceDevice):
         assert world.device.pieces.num_bytes == world.budget, "windows took what nobody gave them"
     for chunk in world.chunks:
         if chunk.pins:
@@ -108,8 +109,7 @@ def test_frames_of_other_sizes_are_given_back_for_room(make_world: Callable[[lis
 
 def test_what_is_free_in_pieces_is_made_one() -> None:
     """Of eight units every second one is in use, and two are wanted in one piece."""
-    device = StandinDevice(in_pieces=True)
-    assert device.pieces is not None
+    device = PieceDevice()
     world = World([1] * 8 + [2], device, 8 * UNIT, Tier.CPU, Path())
     for chunk in world.chunks[:8]:
         world.manager.acquire(chunk)
@@ -124,8 +124,7 @@ def test_what_is_free_in_pieces_is_made_one() -> None:
 
 def test_what_nobody_reads_goes_before_what_is_read_is_moved() -> None:
     """Two free units on either side of one that stays for its next use: that one goes, and nothing is moved."""
-    device = StandinDevice(in_pieces=True)
-    assert device.pieces is not None
+    device = PieceDevice()
     world = World([1, 1, 1, 1, 2], device, 4 * UNIT, Tier.CPU, Path())
     for chunk in world.chunks[:4]:
         world.manager.acquire(chunk)
@@ -141,8 +140,7 @@ def test_what_nobody_reads_goes_before_what_is_read_is_moved() -> None:
 
 def test_what_is_the_windows_own_is_nobody_elses() -> None:
     """Neither who needs room nor who would like some gets it while any is read: it is all got anew or not at all."""
-    device = StandinDevice(in_pieces=True)
-    assert device.pieces is not None
+    device = PieceDevice()
     world = World([1, 1, 1], device, 2 * UNIT, Tier.CPU, Path())
     for chunk in world.chunks[:2]:
         world.manager.acquire(chunk)
@@ -167,8 +165,7 @@ def test_what_is_the_windows_own_is_nobody_elses() -> None:
 
 def test_windows_get_more_for_good_only_where_nothing_else_helps() -> None:
     """More is read at once than was planned: what is free in the budget becomes theirs, and stays so."""
-    device = StandinDevice(in_pieces=True)
-    assert device.pieces is not None
+    device = PieceDevice()
     world = World([1, 1, 1, 2], device, 2 * UNIT, Tier.CPU, Path(), beside=2 * UNIT)
     for chunk in world.chunks[:2]:
         world.manager.acquire(chunk)

@@ -15,7 +15,7 @@ from memory_cases import PAGE, run_python
 from gemini.memory.devices import pages
 from gemini.memory.devices.device import FramePool
 from gemini.memory.devices.pages import HUGE_PAGE, Pages, can_move_pages, host_bytes
-from gemini.testing import Arena
+from tests.standins import Arena
 
 MIB = 2**20
 needs_moving = pytest.mark.skipif(not can_move_pages(), reason="this system cannot move pages (Linux before 5.7)")

@@ -18,6 +18,7 @@ from gemini.planning import rules as spec_rules
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.scaling import backward, clip_grads, make_step, new_scaler
+from tests.standins import PieceDevice
 from tests.train import helpers
 from tests.train.helpers import batch, llama, step_on
 from tests.world import world_of
@@ -324,10 +325,10 @@ def test_a_loss_scale_and_masters_that_are_cast(how: dict[str, Any], tmp_path: P
 
 def test_windows_that_are_cut_out_of_one_piece(tmp_path: Path) -> None:
     def run(*, parks: bool) -> Any:
-        device = StandinDevice(in_pieces=True, poison=True)
+        device = PieceDevice(poison=True)
         model = wrap(tmp_path, device=device, placement=gemini.StaticPlacement())
         pieces, optimizer = device.pieces, gemini.HybridAdam(model.parameters(), lr=1e-2)
-        assert pieces is not None and pieces.num_bytes > 0
+        assert pieces.num_bytes > 0
         for step in range(4):
             step_on(model(**batch(step)).loss, optimizer)
             if parks:

@@ -13,9 +13,9 @@ from torch import nn
 
 import gemini
 from gemini.errors import BudgetExceeded, StorageError
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.engine import Engine
+from tests.standins import PieceDevice
 from tests.train.helpers import failing, make_config, noise, same_bits, tight_bytes
 from tests.world import world_of
 
@@ -51,7 +51,7 @@ def together(where: str, path: Path, *makes: Any, slack: int = 2**14) -> tuple[g
         memory = gemini.SharedBudget(cpu=gathered + staging, nvme="64MiB", nvme_path=path)
     else:
         memory = gemini.SharedBudget(gpu=gathered, cpu="64MiB", nvme="64MiB", nvme_path=path)
-    device = {"disk": lambda: "cpu", "pieces": lambda: StandinDevice(in_pieces=True)}.get(where, lambda: "standin")
+    device = {"disk": lambda: "cpu", "pieces": lambda: PieceDevice()}.get(where, lambda: "standin")
     found = []
     for make in makes:
         config = make_config(make(), "disk" if where == "disk" else "standin", path)
