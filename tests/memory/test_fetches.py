@@ -17,8 +17,9 @@ from memory_cases import MASTER, World
 
 from gemini import waiting
 from gemini.errors import GeminiError
-from gemini.memory.chunks.chunk import Use, make_plane
+from gemini.memory.chunks.chunk import Parts, Use, make_plane
 from gemini.memory.devices.device import AllOf, Event
+from gemini.memory.movement import mover
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import StagingSet, Working, _Memory
@@ -258,16 +259,17 @@ def test_a_worker_reads_several_tiles_while_others_are_on_their_way(
 
     reads = list[Read]()
 
-    def begin_load(start: int, stop: int, into: torch.Tensor, *, urgent: bool) -> Event:
+    def begin_move(parts: Parts, start: int, stop: int, *, write: bool, urgent: bool) -> Event:
         nonlocal most
-        assert urgent
+        [(plane, into)] = parts
+        assert urgent and not write and plane is chunk.weights
         if len(reads) == limit:
             raise GeminiError("the disk is gone")
         reads.append(Read(lambda: into.fill_(start // world.mover.tile + 1)))
         most = max(most, sum(not read.is_complete() for read in reads))
         return reads[-1]
 
-    monkeypatch.setattr(chunk.weights, "begin_load", begin_load)
+    monkeypatch.setattr(mover, "begin_move", begin_move)
     world.manager.room.populate(chunk.window, "windows", what="a test")
     own = StagingSet(_Memory(world.device, staging_bytes(world.mover.tile)), world.mover.tile)
     with world.mover.working(Working(world.mover.watch.moved, staging=own)):
@@ -292,7 +294,7 @@ def test_a_staged_fetch_that_fails_leaves_nothing_under_way(
 ) -> None:
     world = make_world([14], 14, home=Tier.NVME)
     [chunk] = world.chunks
-    begin, reads = chunk.weights.begin_load, list[Event]()
+    begin, reads = mover.begin_move, list[Event]()
 
     def fails_late(*given: Any, **how: Any) -> Event:
         if len(reads) == 4:
@@ -301,7 +303,7 @@ def test_a_staged_fetch_that_fails_leaves_nothing_under_way(
         return reads[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunk.weights, "begin_load", fails_late)
+        patch.setattr(mover, "begin_move", fails_late)
         with pytest.raises(GeminiError, match="the disk is gone"):
             world.manager.acquire(chunk)
     assert len(copies(world)) == 4 and all(event.is_complete() for event in [*reads, *copies(world)])

@@ -11,7 +11,6 @@ chunk, the state, and what would have been legal. ``docs/states.md`` shows it as
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -110,7 +109,7 @@ class Lender(Protocol):
         """Say whether somebody else has a tensor over the window of a chunk."""
 
 
-class Plane(ABC):
+class Plane:
     """One kind of content of one chunk, at its home. Ranges are in elements of the chunk, their starts multiples of a
     page; a plane has one item for each ``block`` of them. Several threads may use it at once, on ranges of which nobody
     else writes any.
@@ -138,21 +137,13 @@ class Plane(ABC):
         align = max(ALIGN, PAGE // self.dtype.itemsize)
         return -(-numel // align) * align
 
-    @abstractmethod
-    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
-        """Start to copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length)."""
-
-    @abstractmethod
-    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
-        """Start to overwrite ``[start, stop)`` with the host tensor ``source`` (same dtype and length)."""
-
     def load(self, start: int, stop: int, into: torch.Tensor) -> None:
-        """:meth:`begin_load`, and wait for it: before others."""
-        self.begin_load(start, stop, into, urgent=True).wait()
+        """Copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length), before what others ask for."""
+        begin_move([(self, into)], start, stop, write=False, urgent=True).wait()
 
     def store(self, start: int, stop: int, source: torch.Tensor) -> None:
-        """:meth:`begin_store`, and wait for it."""
-        self.begin_store(start, stop, source).wait()
+        """Overwrite ``[start, stop)`` with the host tensor ``source`` (same dtype and length)."""
+        begin_move([(self, source)], start, stop, write=True).wait()
 
     @property
     def host_reaches(self) -> bool:
@@ -194,20 +185,13 @@ class MemoryPlane(Plane):
         # Two are that one, and the storage that is asked.
         return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) - 2  # type: ignore[attr-defined]
 
-    def begin_load(
-        self, start: int, stop: int, into: torch.Tensor, after: Event | None = None, *, urgent: bool = False
-    ) -> Event:
-        # On the stream of what leaves the device: weights that are fetched meanwhile have one of their own.
-        return self._copy(into, self._range(start, stop), "evict", after)
-
-    def begin_store(self, start: int, stop: int, source: torch.Tensor, after: Event | None = None) -> Event:
-        # Not behind weights that are fetched far ahead.
-        return self._copy(self._range(start, stop), source, "store", after)
-
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, stream: str, after: Event | None) -> Event:
-        # ``after``: of what the device computes, all that this waits for; None: what it was given until now.
+    def begin_move(self, start: int, stop: int, memory: torch.Tensor, after: Event | None, *, write: bool) -> Event:
+        """As :func:`begin_move` of this plane alone."""
+        own = self._range(start, stop)
+        into, source = (own, memory) if write else (memory, own)
         if self.tier is Tier.GPU:
-            return self._device.copy(into, source, stream, after, behind_computing=after is None)
+            # Neither stream is that of weights that are fetched meanwhile, perhaps far ahead.
+            return self._device.copy(into, source, "store" if write else "evict", after, behind_computing=after is None)
         into.copy_(source)
         return DONE
 
@@ -235,19 +219,13 @@ class FilePlane(Plane):
         self.numel, self.dtype = numel, dtype
         self._offset = file.allocate(numel * dtype.itemsize)
 
-    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
-        return self.file.begin_read(self.to_read(start, stop, into), urgent=urgent)
-
-    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
-        return self.file.begin_write(self.to_write(start, stop, source))
-
     def to_read(self, start: int, stop: int, into: torch.Tensor) -> Iterable[Extent]:
-        """The extents of the file that :meth:`begin_load` reads."""
+        """The extents of the file to read so that ``into`` is that range."""
         # The file moves whole pages of `into`; a length that does not fit would reach into the next plane.
         assert into.numel() == stop - start and into.dtype == self.dtype
         return [Extent(into, self._offset + start * self.dtype.itemsize)]
 
-    # Those that :meth:`begin_store` writes, for one request, which asks for them in turn.
+    # Those to write, for one request, which asks for them in turn.
     to_write = to_read
 
     def give_back(self) -> None:
@@ -278,15 +256,19 @@ Parts = Sequence[tuple[Plane, torch.Tensor]]
 """Planes, each with the host tensor that a range of it is read into, or written from."""
 
 
-def begin_move(parts: Parts, start: int, stop: int, after: Event | None = None, *, write: bool) -> Event:
-    """Start to read, or overwrite, the same range of these planes of one home; a file is asked once."""
+def begin_move(
+    parts: Parts, start: int, stop: int, after: Event | None = None, *, write: bool, urgent: bool = False
+) -> Event:
+    """Start to read, or overwrite, the same range of these planes of one home; a file is asked once, ``urgent`` reads
+    before others. ``after``: of what the device computes, all that this waits for; None: what it was given until now.
+    """
     first, memory = parts[0]
     if isinstance(first, MemoryPlane):
-        return (first.begin_store if write else first.begin_load)(start, stop, memory, after)
+        return first.begin_move(start, stop, memory, after, write=write)
     of_file = [(plane, tensor) for plane, tensor in parts if isinstance(plane, FilePlane)]
     extents = [(plane.to_write if write else plane.to_read)(start, stop, tensor) for plane, tensor in of_file]
-    file = of_file[0][0].file
-    return (file.begin_write if write else file.begin_read)(chain.from_iterable(extents))
+    file, asked = of_file[0][0].file, chain.from_iterable(extents)
+    return file.begin_write(asked) if write else file.begin_read(asked, urgent=urgent)
 
 
 def make_plane(

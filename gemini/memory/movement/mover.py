@@ -407,4 +407,4 @@ class Mover:
             self.load(plane, start, stop, into)
             return DONE
         self.count(plane.tier, Tier.CPU, into.nbytes)
-        return plane.begin_load(start, stop, into, urgent=True)
+        return begin_move([(plane, into)], start, stop, write=False, urgent=True)
