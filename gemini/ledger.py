@@ -388,16 +388,6 @@ class Ledger:
             self.release(tier, num_bytes, holder)
             raise
 
-    def check_invariants(self) -> None:
-        """used = sum of holders, 0 <= used <= peak <= budget. Called by tests after every step."""
-        with self._lock:
-            for tier, account in self._accounts.items():
-                held = sum(account.held.values())
-                assert held == account.used, f"{tier.value}: holders hold {held}, used says {account.used}"
-                assert 0 <= account.used <= account.peak <= account.budget, (tier.value, account)
-        if self._pool is not None:
-            self._pool.check_invariants()
-
     def close(self) -> None:
         """The model ends: the others of a shared budget have what it had."""
         if self._pool is not None:

@@ -98,13 +98,6 @@ class Pool:
         left[Tier.CPU] -= 0 if members else later
         return {t: max(n - (0 if t is compute else self.needed_by_others(None, t)), 0) for t, n in left.items()}
 
-    def check_invariants(self) -> None:
-        """Check that all models together are inside the budget. For tests."""
-        with self.lock:
-            for tier, budget in self._budgets.items():
-                used = sum(ledger.used(tier) for ledger in self.members())
-                assert 0 <= used <= self._peaks.get(tier, 0) <= budget, (tier.value, used, self._peaks, budget)
-
     def report(self) -> dict[str, dict[str, Any]]:
         with self.lock:
             held: dict[Tier, Counter[str]] = {tier: Counter() for tier in self._budgets}

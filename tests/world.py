@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from gemini.tiers import Tier
+from tests.invariants import check_engine, check_ledger, check_manager
 
 WHERE = {
     # what was asked for and decided
@@ -135,15 +136,15 @@ class World:
 
     def check(self) -> None:
         """Settle, and demand what must hold between two steps."""
-        self._engine.check_invariants()
+        check_engine(self._engine)
 
     def check_ledger(self) -> None:
         """Demand that the sums of who holds what are right, also in the middle of things."""
-        self.ledger.check_invariants()
+        check_ledger(self.ledger)
 
     def check_windows(self) -> None:
         """Demand it of the windows and of what is on its way to them."""
-        self.manager.check_invariants()
+        check_manager(self.manager)
 
     def close(self) -> None:
         self._engine.close()

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gemini.ledger import Ledger
-from gemini.memory.chunks.chunk import Chunk, MemoryPlane
+from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.transfers import Transfers
 from gemini.memory.nvme import SpillFile
-from gemini.planning.planes import PlaneKind
 from gemini.tiers import Tier
 
 
@@ -39,11 +38,3 @@ class ChunkStore:
     def moves(self) -> bool:
         """Whether the weights of some chunk do: else there is nothing to gather, to evict and to look ahead for."""
         return not all(chunk.resident for chunk in self.chunks)
-
-    def check_planes(self, kinds: tuple[PlaneKind, ...]) -> None:
-        """Check, for tests, that the ledger has of planes on the device what its allocator was asked for."""
-        tier = self.device.tier
-        planes = [p for c in self.chunks for p in c.planes.values() if isinstance(p, MemoryPlane) and p.tier is tier]
-        behind = self.device.bytes_behind(plane.tensor for plane in planes)
-        held = sum(self.ledger.held(tier, kind) for kind in kinds)
-        assert behind in (None, held), f"{held} bytes of planes are {behind} bytes of the allocator's"

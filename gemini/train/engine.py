@@ -34,7 +34,6 @@ from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.observers import ChangedChunks, Observers, WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import StageParam, TensorSlice
 from gemini.train.passes.again import Again
 from gemini.train.passes.backward import BackwardPass, Recovery
@@ -137,17 +136,6 @@ class Engine:
         self.forward.observers.set_apart(around)
         self.backward.gradients.synchronous = around is not None
         self.activations.flights.in_turn = around is not None or not self.store.transfers.beside
-
-    def check_invariants(self) -> None:
-        """Assert what must hold between steps; for tests."""
-        self.drain()
-        self.store.transfers.check_invariants()
-        self.store.manager.check_invariants()
-        self.activations.flights.check_invariants()
-        self.store.check_planes(self.stepping.rule.spec.kinds)
-        if not self.state.computing:
-            assert all(isinstance(h.param, ManagedParameter) for h in self.params.handles)
-            assert all(c.pins == 0 for c in self.store.chunks)
 
     def close(self) -> None:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read. In

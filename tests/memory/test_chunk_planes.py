@@ -23,6 +23,7 @@ from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneSpec, plane_specs
 from gemini.planning.working import TILE, staged_bytes, staging_bytes, tile_numel
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
+from tests.invariants import check_ledger
 
 NUMEL = 9 * ALIGN
 DTYPES = (torch.bfloat16, torch.int16, torch.float32)
@@ -168,5 +169,5 @@ def test_gathering_brings_every_element_and_counts_bytes(tmp_path: Path, home: T
         through = {Tier.GPU: (), Tier.CPU: ("cpu->gpu",), Tier.NVME: ("nvme->cpu", "cpu->gpu")}[source]
         assert world.mover.watch.moved.counts() == {way: crossed[way] for way in through}
         world.manager.release(chunk)
-        world.ledger.check_invariants()
+        check_ledger(world.ledger)
     device.close()

@@ -28,6 +28,7 @@ from gemini.planning.planes import ADAM
 from gemini.planning.working import staging_bytes
 from gemini.tiers import Tier
 from gemini.waiting import Latch, await_latch
+from tests.invariants import bytes_behind
 
 
 @pytest.fixture
@@ -388,11 +389,11 @@ def test_the_bytes_behind_tensors_are_the_allocator_s(runtime: Runtime, device: 
         {"device": 1, "address": 1000, "blocks": [block(512, 500), block(100, 100, "inactive"), block(1024, 1000)]},
         {"device": 0, "address": 5000, "blocks": [block(64, 64)]},
     ]
-    assert device.bytes_behind([at(1000), at(1612)]) == 1500
-    assert device.bytes_behind([at(1000), at(1000)]) == 500, "views of one block"
-    assert device.bytes_behind([at(1512)]) == 0, "nobody has that one"
-    assert device.bytes_behind([at(5000)]) == 0, "another GPU's"
-    assert device.bytes_behind([at(1000, is_cuda=False)]) == 0 and device.bytes_behind([]) == 0
+    assert bytes_behind(device, [at(1000), at(1612)]) == 1500
+    assert bytes_behind(device, [at(1000), at(1000)]) == 500, "views of one block"
+    assert bytes_behind(device, [at(1512)]) == 0, "nobody has that one"
+    assert bytes_behind(device, [at(5000)]) == 0, "another GPU's"
+    assert bytes_behind(device, [at(1000, is_cuda=False)]) == 0 and bytes_behind(device, []) == 0
 
 
 @pytest.mark.parametrize(

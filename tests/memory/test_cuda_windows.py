@@ -27,6 +27,7 @@ from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.plan import Moves
 from gemini.planning.trace import Access
 from gemini.tiers import Tier
+from tests.invariants import check_manager
 from tests.standins import Arena
 
 PAGE = 4096
@@ -209,7 +210,7 @@ def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, s
                     manager.release(chunk)
                     if rng.random() < 0.1:
                         manager.drop(rng.sample(world.chunks, 3))
-                manager.check_invariants()
+                check_manager(manager)
             manager.foresight.end()
             manager.drop(world.chunks)  # an update
             if rng.random() < 0.5:

@@ -31,6 +31,7 @@ from gemini.planning.trace import Access
 from gemini.planning.working import staging_bytes
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
+from tests.invariants import check_manager
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
 
@@ -127,7 +128,7 @@ def test_the_host_goes_on_and_the_device_waits(make_world: Callable[..., World])
     world.manager.acquire(chunk)
     assert copy.on_device == before + 1 and copy.on_host == 0
     assert chunk.flat.unique().tolist() == [1]
-    world.manager.check_invariants()
+    check_manager(world.manager)
 
 
 def test_who_writes_the_home_waits(make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +164,7 @@ def test_a_fetch_ahead_is_taken_while_its_copy_is_under_way(make_world: Callable
     world.manager.acquire(second)
     assert second.use is Use.COMPUTE and [copy.on_host for copy in copies(world)] == [0, 0]
     assert all(copy.on_device for copy in copies(world))
-    world.manager.check_invariants()
+    check_manager(world.manager)
     world.manager.release(first)
     world.manager.look_ahead()
     assert third.use is Use.FETCHING and first.use is Use.FREE
@@ -182,7 +183,7 @@ def test_a_fetch_that_is_called_back_gives_its_window_back_behind_the_copy(make_
     world.manager.drop([called_back])
     copy = copies(world)[1]
     assert called_back.use is Use.FREE and copy.on_device == 1 and copy.on_host == 0
-    world.manager.check_invariants()
+    check_manager(world.manager)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -206,7 +207,7 @@ def test_a_copy_whose_failure_is_seen_is_tried_again(make_world: Callable[..., W
         with pytest.raises(GeminiError, match="fell off the bus"):
             world.manager.acquire(chunk)
         assert chunk.use is Use.FREE and not chunk.pins
-        world.manager.check_invariants()
+        check_manager(world.manager)
         if ahead:
             world.manager.look_ahead()
             world.device.refusals.append(broken)
@@ -307,7 +308,7 @@ def test_a_staged_fetch_that_fails_leaves_nothing_under_way(
         with pytest.raises(GeminiError, match="the disk is gone"):
             world.manager.acquire(chunk)
     assert len(copies(world)) == 4 and all(event.is_complete() for event in [*reads, *copies(world)])
-    world.manager.check_invariants()
+    check_manager(world.manager)
     world.device.refusals.append(OSError("the GPU fell off the bus"))
     with pytest.raises(GeminiError, match="fell off the bus"):  # in a tile whose staging was needed again
         world.manager.acquire(chunk)

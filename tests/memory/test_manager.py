@@ -22,6 +22,7 @@ from gemini.memory.devices.device import CpuDevice, Device
 from gemini.planning.layout import ALIGN
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
+from tests.invariants import check_manager
 from tests.standins import PieceDevice
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
@@ -53,7 +54,7 @@ def make_world(
 
 
 def check(world: World) -> None:
-    world.manager.check_invariants()
+    check_manager(world.manager)
     if isinstance(world.device, PieceDevice):
         assert world.device.pieces.num_bytes == world.budget, "windows took what nobody gave them"
     for chunk in world.chunks:
@@ -179,7 +180,7 @@ def test_windows_get_more_for_good_only_where_nothing_else_helps() -> None:
     for index in (1, 2, 3):
         world.manager.release(world.chunks[index])
     world.manager.drop(world.chunks)
-    world.manager.check_invariants()
+    check_manager(world.manager)
     assert world.room() == 4 * UNIT and world.ledger.free(Tier.GPU) == 0
     device.close()
 

@@ -24,6 +24,7 @@ from gemini.memory.devices.device import CpuDevice, Event
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.transfers import Errand, Held, JobThread, Lane, Transfer, Transfers, Worker
 from gemini.tiers import Tier
+from tests.invariants import check_transfers
 
 
 class World:
@@ -82,7 +83,7 @@ def test_what_is_submitted_stands_in_the_list_until_it_has_ended(world: World) -
     assert world.open == ["held", 2]
     world.transfers.drain(world.lane, "a test", "wait for a test")
     assert world.open == []
-    world.transfers.check_invariants()
+    check_transfers(world.transfers)
 
 
 def test_the_first_deadline_goes_first_and_before_it_what_somebody_waits_for(world: World) -> None:
@@ -122,10 +123,10 @@ def test_it_is_over_with_its_copies_and_not_before(world: World) -> None:
     world.transfers.add(transfer)
     assert transfer.is_complete() and not transfer.is_over() and world.open == [transfer]
     if world.lane is Lane.CHECKPOINT:  # goes on behind steps, and is checked between them
-        world.transfers.check_invariants()
+        check_transfers(world.transfers)
     else:
         with pytest.raises(AssertionError, match="on its way"):
-            world.transfers.check_invariants()
+            check_transfers(world.transfers)
     copies.finish(RuntimeError("a copy"))
     assert transfer.is_over() and isinstance(world.wait(transfer), GeminiError)
 

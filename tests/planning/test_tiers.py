@@ -17,6 +17,7 @@ from gemini.planning.timeline import TRACKS
 from gemini.planning.traffic import path
 from gemini.tiers import BOUNDARIES, MemoryBudget, Tier
 from gemini.waiting import begin_work
+from tests.invariants import check_ledger
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     for part in ("staging", "2 B", "cpu", "99 B", "100 B", "1 B"):
         assert part in str(error.value)
     assert (ledger.used(Tier.CPU), ledger.peak(Tier.CPU), ledger.holders(Tier.CPU)) == (99, 99, {"weights": 99})
-    ledger.check_invariants()
+    check_ledger(ledger)
 
 
 def test_a_tier_that_does_not_exist_holds_nothing() -> None:
@@ -161,7 +162,7 @@ def test_the_books_always_balance(steps: list[tuple[bool, Tier, int, str]]) -> N
         elif held.get((tier, holder), 0) >= num_bytes:
             ledger.release(tier, num_bytes, holder)
             held[tier, holder] = held.get((tier, holder), 0) - num_bytes
-        ledger.check_invariants()
+        check_ledger(ledger)
         for t in ledger.tiers:
             assert ledger.used(t) == sum(n for (at, _), n in held.items() if at is t)
             assert ledger.peak(t) == peak[t] <= ledger.budget(t)
@@ -172,7 +173,7 @@ def test_check_invariants_sees_a_false_book() -> None:
     ledger.reserve(Tier.CPU, 10, "weights")
     ledger._accounts[Tier.CPU].used = 9
     with pytest.raises(AssertionError, match="holders hold 10"):
-        ledger.check_invariants()
+        check_ledger(ledger)
 
 
 def test_threads_never_pass_the_budget_together() -> None:
@@ -193,7 +194,7 @@ def test_threads_never_pass_the_budget_together() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    ledger.check_invariants()
+    check_ledger(ledger)
     assert ledger.used(Tier.CPU) == 0 and ledger.peak(Tier.CPU) == 60
 
 
@@ -237,7 +238,7 @@ def test_a_model_may_end_in_the_collector_while_its_books_change() -> None:
     worker.start()
     worker.join(PATIENCE)
     assert not worker.is_alive() and ledger.holders(Tier.CPU) == {"staging": 10}
-    ledger.check_invariants()
+    check_ledger(ledger)
 
 
 def test_who_gives_way_is_asked_in_the_written_order_until_it_fits() -> None:
@@ -251,7 +252,7 @@ def test_who_gives_way_is_asked_in_the_written_order_until_it_fits() -> None:
     with pytest.raises(BudgetExceeded, match="sums asked for 56 B"):
         ledger.reserve(Tier.CPU, 56, "sums")
     assert ledger.free(Tier.CPU) == 55, "what moves beside computing gave way one after another, in vain"
-    ledger.check_invariants()
+    check_ledger(ledger)
 
 
 def test_who_may_look_into_garbage_is_asked_once() -> None:

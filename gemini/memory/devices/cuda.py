@@ -163,18 +163,6 @@ class CudaDevice(Device):
             return 0  # of another model there, whose bytes are not known here
         return max(torch.cuda.memory_reserved(self.torch_device) - self._before - known, 0)
 
-    def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
-        asked: dict[int, int] = {}  # by address: what each block was asked for
-        for segment in torch.cuda.memory_snapshot():
-            if segment["device"] == self.torch_device.index:
-                address = segment["address"]
-                for block in segment["blocks"]:
-                    if block["state"] == "active_allocated":
-                        asked[address] = block["requested_size"]
-                    address += block["size"]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.is_cuda}
-        return sum(asked.get(address, 0) for address in addresses)
-
     # ---- order --------------------------------------------------------------------------------------------------
 
     def copy(

@@ -232,10 +232,6 @@ class Device(ABC):
         """Bytes that torch's allocator has taken since the budget began, beyond the ``known`` ones, if one can say."""
         return 0
 
-    def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
-        """Bytes that torch's allocator was asked for by these tensors' memory; None where it has no books to ask."""
-        return None
-
     def synchronize(self) -> None:  # noqa: B027 - most devices compute at once
         """Wait until everything the device was given to compute is done."""
 

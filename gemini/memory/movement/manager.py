@@ -425,15 +425,6 @@ class Manager:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def check_invariants(self) -> None:
-        """Check what must be so between any two calls. For tests."""
-        self.room.check_invariants()
-        for chunk in self.chunks:
-            assert (chunk.use is Use.COMPUTE) == (chunk.pins > 0), (chunk.name, chunk.use, chunk.pins)
-            assert chunk.use is not Use.UPDATING or chunk.spec.index in self._updating, chunk.name
-            assert chunk.gathered or not chunk.resident, chunk.name
-            assert (chunk.use is Use.FETCHING) == (chunk.spec.index in self.ahead), chunk.name
-
     def _fetch(self, chunk: Chunk) -> None:
         """Gather a chunk here and now: somebody waits for it."""
         assert chunk.window is not None

@@ -317,14 +317,6 @@ class Room:
             return False
         return self.is_apart or self.pool == (0 if self.frames is None else self.frames.parked_bytes)
 
-    def check_invariants(self) -> None:
-        """The ledger's equations, and those of :meth:`is_balanced`, for the allocator too."""
-        self.ledger.check_invariants()
-        assert self.is_balanced()
-        gathered = self.ledger.held(self.tier, "windows")
-        behind = self._device.bytes_behind(window.bytes for window in self._windows())
-        assert behind in (None, gathered), f"{gathered} bytes of windows are {behind} bytes of the allocator's"
-
     def start_over(self) -> None:
         """Windows have what the chunks say that is gathered, and nothing else."""
         if self.frames is not None:

@@ -483,11 +483,3 @@ class Transfers:
         for lane in Lane:  # updates first: a fetch may wait for one
             if lane in self.threads:
                 self.threads[lane].close()
-
-    def check_invariants(self) -> None:
-        """Check what holds between any two calls: after a :meth:`drain` of the engine."""
-        for lane, transfers in self.open.items():
-            for key, transfer in transfers.items():
-                assert transfer.key == key and transfer.lane is lane, (lane, key)
-                # A checkpoint goes on behind steps, and no drain of the model waits for it.
-                assert lane is Lane.CHECKPOINT or transfer.is_over(), f"{transfer.what} of {lane.value} is on its way"

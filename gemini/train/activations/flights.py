@@ -482,15 +482,6 @@ class Flights:
             if held := self._ledger.held(tier, IN_FLIGHT):
                 self._ledger.release(tier, held, IN_FLIGHT)
 
-    def check_invariants(self) -> None:
-        """The ledger's equation: what is held is what flights travel in, and what waits for the next one."""
-        flights = [*self.saving.values(), *self.restoring.values()]
-        buffers = sum(flight.num_bytes for flight in flights if flight.buffer is not None)
-        held = {Tier.CPU: buffers + self._parked_bytes}
-        if self._computing is not Tier.CPU:
-            held[self._computing] = sum(flight.num_bytes for flight in flights)
-        assert all(self._ledger.held(tier, IN_FLIGHT) == num_bytes for tier, num_bytes in held.items()), held
-
 
 def _without_traceback(error: Exception) -> Exception:
     """A copy without a traceback, whose frames would keep the graph alive that keeps the error."""
