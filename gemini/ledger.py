@@ -131,6 +131,8 @@ class Ledger:
         self._apart: set[Tier] = set()
         self.needs: dict[Tier, int] = {}
         """Bytes that the model needs beside what it keeps, while it computes."""
+        self.gathers: dict[Tier, int] = {}
+        """Bytes of all its windows, which it takes where it can."""
         self.if_alone: Callable[[Callable[[], None]], None] = lambda function: function()
         """Runs a function for a thread that trains another model, unless a thread is at work in this one."""
         self.last_asked = 0
@@ -281,6 +283,16 @@ class Ledger:
     def working_set(self, tier: Tier, own: int) -> int:
         """Bytes that have to be left to windows: ``own``, or what another model of the same budget needs."""
         return own if self._pool is None else max(own, self._pool.needed_by_others(self, tier))
+
+    def wanted_by_others(self, tier: Tier) -> int:
+        """Bytes that windows of other models take next, beside what they have; where they have memory of their own,
+        what they need alone.
+        """
+        if self._pool is None:
+            return 0
+        wants = [(o.needs if tier in o._apart else o.gathers).get(tier, 0) for o in self._pool.others(self)]
+        have = [other.of_windows(tier) for other in self._pool.others(self)]
+        return sum(max(want - has, 0) for want, has in zip(wants, have, strict=True))
 
     def held(self, tier: Tier, holder: str) -> int:
         account = self._accounts.get(tier)

@@ -194,7 +194,9 @@ def window_room(problem: Problem, placement: Placement) -> int:
     """Bytes of the computing tier that gathered weights may take at once."""
     free = problem.budgets[problem.compute] - bytes_per_tier(problem, placement).get(problem.compute, 0)
     gathers = bool(problem.moving(placement))
-    return max(free - problem.waiting_in(placement), 0) + problem.for_windows(gathers=gathers)
+    room = max(free - problem.waiting_in(placement), 0) + problem.for_windows(gathers=gathers)
+    # On a GPU windows have memory of their own: what another model needs stays with it, if there is as much.
+    return max(room - problem.others, problem.working_set) if problem.compute is Tier.GPU and gathers else room
 
 
 def standing(plan: Plan) -> tuple[int, ...]:

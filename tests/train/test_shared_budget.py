@@ -271,3 +271,32 @@ def test_a_budget_is_copied_with_the_config_that_it_is_in() -> None:
     model = gemini.GeminiDDP(judge(), replace(config, memory=replace(config.memory, durable=False)))
     assert memory.report()["cpu"]["used"] == model.memory_report()["cpu"]["used"] > 0
     assert memory == gemini.SharedBudget(cpu="1MiB") and memory != gemini.MemoryBudget(cpu="1MiB")
+
+
+def wide(width: int, trained: bool) -> nn.Module:
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)).requires_grad_(trained)
+
+
+@pytest.mark.parametrize("room", ["the largest alone", "the largest and a part", "two"])
+def test_models_of_other_sizes_take_what_several_give_together(room: str, tmp_path: Path) -> None:
+    """On a GPU, where windows have memory of their own: no other model has as much as the largest lacks."""
+    sizes, finals = {128: False, 160: False, 256: True}, []
+    for is_shared in (True, False):
+        needs = [tight_bytes(wide(width, trained), "bf16")[0] for width, trained in sizes.items()]
+        gpu = {"the largest alone": needs[2], "the largest and a part": needs[2] + needs[0], "two": sum(needs[1:])}
+        kind = gemini.SharedBudget if is_shared else gemini.MemoryBudget
+        memory = kind(gpu=gpu[room], cpu="64MiB")
+        config = gemini.GeminiConfig(memory=memory, device="standin", placement=gemini.StaticPlacement())
+        first, second, trained = (gemini.GeminiDDP(wide(width, t), config) for width, t in sizes.items())
+        optimizer = gemini.HybridAdam(trained.parameters(), lr=1e-2)
+        for seed in range(3):
+            x = noise(4, WIDTH, seed=seed)
+            with torch.no_grad():
+                wanted = first(x).float() + second(x).float()
+            (trained(x).float() - wanted).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check(memory, [first, second, trained]) if is_shared else None
+        finals.append([trained.full_param(name, torch.float32) for name in trained.state_dict()])
+    assert all(map(same_bits, *finals))

@@ -260,10 +260,13 @@ class Manager:
 
     # ---- ahead of time ------------------------------------------------------------------------------------------
 
-    def look_ahead(self) -> None:
-        """Begin the fetches that come next, up to the first one without room: a smaller one would take its place."""
+    def look_ahead(self, *, between: bool = False) -> None:
+        """Begin the fetches that come next, up to the first one without room: a smaller one would take its place.
+        ``between``: of two steps, where other models of the same budget may compute, and take what they find.
+        """
         if not self._transfers.beside:
             return
+        leave = self.room.wanted_by_others() if between else 0
         # Windows of updates that are over are room for the first fetches.
         self._end_updates()
         for moment, index in self.source.upcoming():
@@ -274,7 +277,7 @@ class Manager:
                     return
                 continue
             # One that can only be gathered when it is read needs its room then: nothing that is read later may take it.
-            if not self._can_be_ahead(chunk) or not self.room.populate_before(moment, chunk.window):
+            if not self._can_be_ahead(chunk) or not self.room.populate_before(moment, chunk.window, leave=leave):
                 return
             self._begin_ahead(chunk, moment)
 

@@ -114,10 +114,13 @@ class Room:
         # The books first, then the memory: between the two the process holds less than they say, never more.
         self._put_behind(window, want)
 
-    def populate_before(self, moment: int, window: Window) -> bool:
+    def populate_before(self, moment: int, window: Window, *, leave: int = 0) -> bool:
         """Put memory behind a window ahead of its use at ``moment``, from what is needed later; False if that is not
-        enough. The policy chooses among what the plan lets go before, so that no more moves than planned.
+        enough beside bytes to ``leave``. The policy chooses among what the plan lets go before, so that no more moves
+        than planned.
         """
+        if leave and self.ledger.free(self.tier) + self.pool < window.num_bytes + leave:
+            return False
         want = _ForWindow(self, window.num_bytes, "windows", WELCOME - OF_BUDGET, "", moment)
         if not self.ledger.obtain(want):
             return False
@@ -236,11 +239,12 @@ class Room:
             return want is not self._growth and self.shrink(want.missing())
         # Another model's window may lack a place in one piece only: of the budget it lacks its size. Whole pages.
         missing = want.num_bytes - self.ledger.free(self.tier)
-        return self.shrink(in_pages(missing))
+        # What this model has, where it is less: several may have to give a part.
+        return self.shrink(min(in_pages(missing), self.ledger.of_windows(self.tier)))
 
     def shrink(self, num_bytes: int) -> bool:
         """Windows have that much less for good, which is free; False if some are read. All go: they are one piece."""
-        could = self.is_apart and self.ledger.of_windows(self.tier) >= num_bytes and self.evict_all()
+        could = self.is_apart and 0 < num_bytes <= self.ledger.of_windows(self.tier) and self.evict_all()
         if not could or self.pool < num_bytes:  # a window may have its bytes, and no chunk that knows it yet
             return False
         # Behind the eviction of all: this gives the old piece back to the driver.
@@ -303,6 +307,10 @@ class Room:
     def left_beside(self, working_set: int) -> int:
         """Bytes that something else can have for good, where windows need ``working_set``."""
         return self.ledger.gatherable(self.tier) - self.ledger.working_set(self.tier, working_set)
+
+    def wanted_by_others(self) -> int:
+        """Bytes that windows of models of the same budget will take of it before this one computes again."""
+        return self.ledger.wanted_by_others(self.tier)
 
     def spare(self, working_set: int) -> int:
         """Bytes of the windows' own memory beyond what they need; none where it is not their own."""

@@ -337,4 +337,4 @@ class Stepping:
             recording.end_step()
         # Last: the next forward's weights are fetched behind what the program does between steps.
         if self._moves:
-            self._store.manager.look_ahead()
+            self._store.manager.look_ahead(between=True)

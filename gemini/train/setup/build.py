@@ -189,7 +189,9 @@ def _make_ledger(config: GeminiConfig, problem: Problem, placement: Placement) -
     pool = pool_of(config.memory)
     budgets = dict(problem.budgets) if pool is None else {tier: pool.budget(tier) for tier in problem.budgets}
     ledger = Ledger(budgets, pool)
-    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if problem.moving(placement) else 0)
+    moving = problem.moving(placement)
+    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if moving else 0)
+    ledger.gathers[problem.compute] = problem.in_flight + sum(map(problem.window_bytes, moving))
     for homes, sizes in zip(placement.homes, problem.sizes, strict=True):
         for kind, num_bytes in sizes.items():
             ledger.reserve(homes[kind], num_bytes, kind)
@@ -221,12 +223,12 @@ def _reserve_on_device(
 ) -> None:
     """Let the device take the memory of what it computes with. ``in_flight``: gradients that stand in windows too."""
     device.reserve_host(_crossing_planes(problem, placement))
-    if device.keeps_windows:  # which others may have for their own
-        ledger.make_room(device.tier, ledger.needs[device.tier])
     # No more than all windows, and no more than the plan leaves them; beside those of ranks, whose gradients stand in
     # windows too until they are divided.
     windows = [problem.window_bytes(i) for i in problem.moving(placement)]
     wanted = min(sum(windows), window_room(problem, placement)) + in_flight
+    if device.keeps_windows:  # which others may have for their own
+        ledger.make_room(device.tier, wanted)
     # Rounded down to whole pages, in which windows get their memory.
     of_windows = min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
     device.reserve_windows(of_windows)
