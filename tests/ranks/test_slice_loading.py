@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import gemini
-from gemini.train.loading.stored_model import SliceReading
+from gemini.train.loading.from_pretrained import SliceReading
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle
 from tests.ranks.expert_cases import KINDS, Case, moe, tiny

@@ -20,7 +20,7 @@ from transformers import core_model_loading as conversions
 
 import gemini
 from gemini.train.loading import skeleton
-from gemini.train.loading.stored_model import Made, StoredModel, reading_of
+from gemini.train.loading.from_pretrained import Made, StoredModel, reading_of
 from gemini.train.params.handle import TensorSlice
 from tests.hunts.zoo.configs import tiny_config
 from tests.world import world_of

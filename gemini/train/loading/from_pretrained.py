@@ -3,37 +3,55 @@
 transformers does what it knows (which class, which files, renamed keys, fused experts, ties, dtypes, the report of
 missing and unexpected keys), and Gemini what it knows (where each param lives). Its ``from_pretrained`` runs with two
 of its internal steps replaced: the files are loaded as meta tensors, which settles names, shapes and ties without a
-byte of weights; then the chunks are placed, and the files are read a second time, one param at a time, into them
-(:class:`~gemini.train.loading.stored_model.StoredModel`).
+byte of weights; then the chunks are placed, and the files are read a second time, one param at a time, into them.
+
+What ``adapt`` is given has shapes, dtypes, ties and buffers, and params whose values come at the first touch: each is a
+:class:`~gemini.train.loading.skeleton.PagedParameter` until then. So whatever the function does (a larger embedding,
+the norms of DoRA, a copied layer, zeros) it does with the values that it would find in a loaded model, and what has
+been touched is kept as it is afterwards.
+
+Of a param of which only a slice is here (``tp``, ``ep``) no more is read. transformers has the step for it, which it
+takes for params that are DTensors: what it would read of each tensor of a file is asked of us instead. Tensors in files
+are mapped memory, so what of them is not copied is not read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from torch import nn
 
 from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError, StorageError
 from gemini.patches import replaced
-from gemini.train.loading.skeleton import Skeleton, attention_keyword, class_of, generators_kept, need_transformers
-from gemini.train.loading.stored_model import (
-    LOCK,
-    Made,
-    StoredFiles,
-    StoredModel,
-    internal_step,
-    noting_how,
-    open_tensors,
-    without_progress,
+from gemini.ranks.group import Ranks
+from gemini.train.ddp import managed_class
+from gemini.train.loading.skeleton import (
+    Away,
+    PagedParameter,
+    Pager,
+    Skeleton,
+    attention_keyword,
+    class_of,
+    generator_of_first,
+    generators_kept,
+    need_transformers,
+    replace_by_stand_ins,
 )
 from gemini.train.modules.codes import WHAT_WORKS
+from gemini.train.modules.reading import Structure, own_buffers
+from gemini.train.params.by_name import ByName, same_bits
+from gemini.train.params.handle import ParamHandle, TensorSlice
+from gemini.train.setup.wrappable import refuse_unwrappable
 
 
 def from_pretrained(
@@ -148,7 +166,7 @@ def _on_meta_tensors() -> Iterator[list[StoredFiles]]:
             return finalize(model, replace(settings, device_map={"": "meta"}), found)
 
     with (
-        LOCK,
+        _LOCK,
         replaced(base, "_load_pretrained_model", staticmethod(load)),
         replaced(base, "_finalize_model_loading", staticmethod(finish)),
     ):
@@ -254,3 +272,380 @@ def _equal_in_files(file_of: dict[str, str], first: str, second: str) -> bool:
             return torch.equal(one[...], other[...])
         rows, step = one.get_shape()[0], 4096
         return all(torch.equal(one[at : at + step], other[at : at + step]) for at in range(0, rows, step))
+
+
+# ---- how params come from tensors of the files -------------------------------------------------------------------------
+
+
+class Made(NamedTuple):
+    """How a param comes from tensors of a checkpoint."""
+
+    keys: tuple[str, ...]  # of all tensors that take part
+    operations: tuple[Any, ...] | None
+    """transformers', in their order; none for a tensor that is the param. None for one among several of one conversion,
+    or of tensors of several shapes.
+    """
+    shape: tuple[int, ...]  # of each tensor, all of which have it
+    numbers: tuple[int, ...]  # how many tensors each of the patterns that the operations begin with has found
+
+
+class SliceReading(NamedTuple):
+    """The part of the tensors behind one param that is read."""
+
+    of_each: TensorSlice | None  # the slice of each tensor; None if those that are read are read whole
+    some: tuple[int, int] | None  # the first that is read of those that each pattern has found, and the end
+
+    def read(self, tensor: Any, number: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Read what is here of the tensor with this number; None if nothing is."""
+        if self.some is not None and number is not None and not self.some[0] <= number < self.some[1]:
+            return None
+        # A view of mapped memory: nothing is read until it is copied.
+        mapped: torch.Tensor = tensor[...]
+        if self.of_each is None:
+            return mapped.to(dtype)
+        parts = [part.to(dtype) for part in self.of_each.views_of(mapped)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.of_each.dim)
+
+
+def reading_of(cut: TensorSlice, made: Made) -> SliceReading | None:
+    """How a slice is read, or None if an operation does not leave slices what they are: the whole must be read then."""
+    if made.operations is None:
+        return None
+    dim, groups, shape, some = cut.dim, cut.groups, cut.shape, None
+    # From the param back to the files: each step says which slice of its input gives that slice of its result.
+    for operation in reversed(made.operations):
+        kind = type(operation).__name__
+        if kind == "MergeModulelist" and operation.dim == 0 and some is None:
+            if dim == 0:
+                # The first dim of the param counts tensors: some of them are read whole, the others not at all.
+                each = shape[0] // cut.size
+                some = (cut.rank * each, (cut.rank + 1) * each)
+                if groups != 1 or set(made.numbers) != {shape[0]}:
+                    return None
+            dim, shape = dim - 1, shape[1:]
+        elif kind == "Concatenate" and some is None:
+            parts = len(made.numbers)
+            if operation.dim == dim:
+                if groups % parts:
+                    return None
+                # Each of the concatenated tensors has its own share of the groups.
+                groups //= parts
+            shape = tuple(n // parts if at == operation.dim else n for at, n in enumerate(shape))
+        elif kind != "Interleave" or operation.dim == dim:
+            return None
+    # Something else happens in between that is not known here: the whole is read.
+    if shape != made.shape:
+        return None
+    of_each = None if some is not None else TensorSlice(shape, dim, groups, cut.rank, cut.size)
+    return SliceReading(of_each, some)
+
+
+@contextlib.contextmanager
+def noting_how(made: dict[str, Made], shapes: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Within transformers loads tensors of ``shapes``; ``made`` is told how params come from them."""
+    from transformers import core_model_loading
+
+    def noting(convert: Any) -> Any:
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            numbers = tuple(map(len, self.collected_tensors.values()))
+            keys = tuple({key: None for found in self.layer_targets.values() for key in found})
+            sources = {tuple(shapes[key].shape) for key in keys}
+            converted = convert(self, *args, **kwargs)
+            operations = tuple(getattr(self, "operations", ())) if len(converted) == len(sources) == 1 else None
+            made.update(dict.fromkeys(converted, Made(keys, operations, next(iter(sources), ()), numbers)))
+            return converted
+
+        return noted
+
+    with contextlib.ExitStack() as stack:
+        for name in ("WeightRenaming", "WeightConverter"):
+            class_: Any = getattr(core_model_loading, name)
+            stack.enter_context(replaced(class_, "convert", noting(class_.convert)))
+        yield
+
+
+@contextlib.contextmanager
+def reading_slices(metas: Mapping[str, torch.Tensor], readings: Mapping[str, SliceReading]) -> Iterator[None]:
+    """Within transformers reads for these params, of which ``metas`` has those it asks about, only what is here. A
+    version of transformers without that step reads all of them.
+    """
+    from transformers import core_model_loading
+
+    # transformers asks about the tensors of the state dict that it was given, which are these.
+    by_meta = {id(metas[name]): reading for name, reading in readings.items()}
+
+    class Step:
+        def __init__(self, param: torch.Tensor):
+            self._reading = by_meta[id(param)]
+
+        def shard_tensor(self, tensor: Any, tensor_idx: Any = None, device: Any = None, dtype: Any = None) -> Any:
+            return self._reading.read(tensor, tensor_idx, dtype)
+
+    if not hasattr(core_model_loading, "DtensorShardOperation"):
+        yield
+        return
+    with (
+        replaced(core_model_loading, "is_dtensor", lambda param: id(param) in by_meta),
+        replaced(core_model_loading, "DtensorShardOperation", Step),
+    ):
+        yield
+
+
+_LOCK = threading.Lock()
+"""Internal steps of transformers are replaced for the time of one load."""
+
+Place = Callable[[str, torch.Tensor], None]
+"""What becomes of a value, given by the name of a param or a buffer."""
+
+
+@dataclass
+class StoredFiles:
+    """A folder as transformers sees it: the files, how their keys become params, and which params they lack."""
+
+    files: list[str]
+    file_of: dict[str, str]
+    settings: Any
+    missing: frozenset[str]
+    made: dict[str, Made]
+
+
+class StoredModel(Skeleton):
+    """A model whose weights are read from files; what they lack is initialized."""
+
+    def __init__(self, model: Any, source: StoredFiles):
+        self._stored = self.model = model
+        self._source = source
+        self._metas = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        # After the metas were kept: transformers goes by them when it reads.
+        replace_by_stand_ins(model)
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._drawn = {id(self._params[name]) for name in source.missing if name in self._params}
+        # A tied param of which the files have one name is not missing.
+        self._drawn -= {id(param) for name, param in self._params.items() if name not in source.missing}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._is_adapted = False
+        # Buffers get memory, to be filled.
+        for module in model.modules():
+            for name, buffer in own_buffers(module).items():
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+    def adapt(self, adapt: Callable[[Any], Any]) -> None:
+        """Let a program change the model before it is placed: what ``adapt`` touches is read, and kept. Raises
+        TypeError if what it returns is no model.
+        """
+        self._is_adapted = True
+        away = _ReadAtTouch(self, self._params, self._source.missing)
+        buffers = dict(self._stored.named_buffers())
+        # Buffers first: an initialization may compute with them.
+        self._read_each(lambda name, value: _fill_buffer(buffers.get(name), value), list(buffers))
+        self._initialize(self._params.values())
+        for param in self._params.values():
+            if id(param) in self._drawn and isinstance(param, PagedParameter):
+                away.bring_in(param)
+        result = adapt(self._stored)
+        self.model = self._stored if result is None else result
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(
+                f"adapt= returned a {type(result).__name__}: it takes the model, changes it and returns it (an "
+                "nn.Module), or nothing if it changed it in place"
+            )
+        untouched = away.untouched()
+        away.finish()
+        refuse_unwrappable(Structure(self.model), managed_class)
+        self._kept = {id(p): p.data for p in self.model.parameters() if id(p) not in untouched}
+
+    def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:
+        handles = {id(handle.param): handle for handle in homes.handles}
+        kept = {handles[key].name: value for key, value in self._kept.items()}
+        ranks.take_from_first(kept, ranks.job)  # they are whole, however they will be cut
+        places = {
+            name: handles[id(param)]
+            for name, param in self._params.items()
+            if id(param) in handles and id(param) not in self._kept and name not in self._source.missing
+        }
+        # Given up one by one: each is freed when it is home.
+        for key in list(self._kept):
+            homes.write_whole(handles[key], self._kept.pop(key))
+        self._stream(homes, places)
+        if not self._is_adapted:
+            # After streaming, so that an initialization which reads a param finds its value at home.
+            pager = Pager(homes, [handle.name for key, handle in handles.items() if key not in self._drawn])
+            with generator_of_first(ranks):
+                self._initialize([handle.param for handle in homes.handles])
+            pager.finish()
+        ranks.take_from_first(dict(self.model.named_buffers()))
+        return self.model
+
+    def read(self, name: str) -> torch.Tensor:
+        """The value of one param, which the files have, in memory of its own."""
+        found: list[torch.Tensor] = []
+
+        def note(of: str, value: torch.Tensor) -> None:
+            if of == name:
+                found.append(value.clone())
+
+        self._read_each(note, [name])
+        if not found:  # what its key becomes depends on other keys
+            self._read_each(note)
+        return found[0]
+
+    def _initialize(self, params: Iterable[nn.Parameter]) -> None:
+        """Let transformers draw what the files lack, and compute the buffers that no file has."""
+        # transformers draws what carries no mark; modules were marked while shapes were loaded.
+        for module in self._stored.modules():
+            module._is_hf_initialized = False
+        for param in params:
+            param._is_hf_initialized = id(param) not in self._drawn  # type: ignore[attr-defined]
+        # Tied params would be drawn once for each of their modules.
+        with _apart(self._stored):
+            self._stored.initialize_weights()
+
+    def _stream(self, homes: ByName, places: dict[str, ParamHandle]) -> None:
+        """Put each value that the files have where it belongs."""
+        buffers = {} if self._is_adapted else dict(self._stored.named_buffers())
+        # What of the files is read for params of which slices are here.
+        cuts = {name: handle.cut for name, handle in places.items() if name in self._source.made}
+        found = {name: reading_of(cut, self._source.made[name]) for name, cut in cuts.items() if cut is not None}
+        readings = {name: reading for name, reading in found.items() if reading is not None}
+
+        def place(name: str, value: torch.Tensor) -> None:
+            if name in readings:
+                homes.write(places[name], value)
+            elif name in places:
+                homes.write_whole(places[name], value)
+            else:
+                _fill_buffer(buffers.get(name), value)
+
+        self._read_each(place, readings=readings)
+
+    def _read_each(
+        self, place: Place, names: Collection[str] | None = None, readings: dict[str, SliceReading] | None = None
+    ) -> None:
+        """Let transformers read and convert one param after the other (those of ``names``, or all)."""
+        from transformers import core_model_loading
+
+        internal_step(core_model_loading, "set_param_for_module")
+
+        def put(model: Any, name: str, value: torch.Tensor, found: Any, *_: Any) -> None:
+            # As set_param_for_module does: what is left at the end counts as missing.
+            found.missing_keys.discard(name)
+            place(name, value)
+
+        model, settings, made = self._stored, self._source.settings, self._source.made
+        with contextlib.ExitStack() as stack:
+            opened = None
+            if names is not None:
+                keys = list({key for name in names if name in made for key in made[name].keys})
+                opened = dict(zip(keys, open_tensors(self._source.file_of, keys, stack), strict=True))
+                settings = replace(settings, weight_mapping=deepcopy(settings.weight_mapping))
+                stack.enter_context(replaced(model, "_weight_conversions", None))
+                stack.enter_context(without_progress())
+            # Before the first step is replaced: another load on another thread must not take ours for its own.
+            stack.enter_context(_LOCK)
+            stack.enter_context(replaced(core_model_loading, "set_param_for_module", put))
+            stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
+            stack.enter_context(reading_slices(self._metas, readings or {}))
+            stack.enter_context(
+                mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+            )  # else threads read far ahead
+            type(model)._load_pretrained_model(model, opened, self._source.files, settings)
+
+
+class _ReadAtTouch(Away):
+    """Params whose values come from the files when somebody touches them; those that were only read go again."""
+
+    def __init__(self, stored: StoredModel, params: dict[str, nn.Parameter], missing: Collection[str]):
+        self._stored = stored
+        self._names = {id(param): name for name, param in params.items() if name not in missing}
+        super().__init__({param: param.shape for param in params.values()})
+
+    def _read(self, param: nn.Parameter) -> torch.Tensor:
+        if self._may_leave(param):
+            return self._stored.read(self._names[id(param)])
+        return torch.zeros(param.shape, dtype=param.dtype, device="cpu")  # it is still to be drawn
+
+    def _may_leave(self, param: nn.Parameter) -> bool:
+        return id(param) in self._names
+
+    def untouched(self) -> set[int]:
+        """The ``id`` of those that nobody changed, as far as they are away."""
+        return {id(param) for param in self._params if isinstance(param, PagedParameter)}
+
+    def send_home(self, param: nn.Parameter) -> None:
+        # Another tensor, or an array, may look into its memory, and write there yet: beside it and us.
+        num_users = torch._C._storage_Use_Count(param.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        if param.grad is not None or num_users > 2:
+            return
+        value, now = self._stored.read(self._names[id(param)]), param.data
+        # Only what may be unchanged counts: what somebody has changed stays, beside the budget.
+        self._forget(param)
+        # Only what is as in the files, to the bit, can come from there again.
+        alike = (now.shape, now.stride(), now.dtype) == (value.shape, value.stride(), value.dtype)
+        if alike and same_bits(now, value):
+            self._put_away(param, param.shape)
+
+
+def open_tensors(file_of: Mapping[str, str], keys: Sequence[str], stack: contextlib.ExitStack) -> list[Any]:
+    """Open the files for these tensors, which are not read yet."""
+    from safetensors import safe_open
+
+    opened: dict[str, Any] = {}
+    for file in sorted({file_of[key] for key in keys}):
+        if file.endswith(".safetensors"):
+            opened[file] = stack.enter_context(safe_open(file, framework="pt")).get_slice
+        else:
+            opened[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True).__getitem__
+    return [opened[file_of[key]](key) for key in keys]
+
+
+def internal_step(owner: Any, name: str) -> Any:
+    """A step inside transformers that has no public name."""
+    found = getattr(owner, name, None)
+    if found is None:
+        import transformers
+
+        raise GeminiError(
+            f"transformers {transformers.__version__} has no {name} any more, which streaming needs: load the model "
+            "with transformers and wrap it with GeminiDDP(model, config), or use a version tested with Gemini "
+            "(constraints.txt)"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def without_progress() -> Iterator[None]:
+    """Show no progress bar of transformers inside the block."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _fill_buffer(buffer: Any, value: torch.Tensor) -> None:
+    if buffer is not None:
+        buffer.data = value.clone()
+        buffer._is_hf_initialized = True
+
+
+@contextlib.contextmanager
+def _apart(model: Any) -> Iterator[None]:
+    """Take tied params from all owners but the first: transformers initializes before it ties, so draws them once."""
+    taken = []
+    for target in model.all_tied_weights_keys:
+        owner, _, leaf = target.rpartition(".")
+        params = model.get_submodule(owner)._parameters
+        if leaf in params:
+            taken.append((params, leaf, params[leaf]))
+            placeholder = torch.empty(params[leaf].shape, dtype=params[leaf].dtype)  # takes memory only if written
+            params[leaf] = nn.Parameter(placeholder, requires_grad=False)
+            params[leaf]._is_hf_initialized = True
+    try:
+        yield
+    finally:
+        for params, leaf, param in taken:
+            params[leaf] = param
