@@ -46,7 +46,6 @@ from gemini.train.setup.build import Built, build
 from gemini.train.setup.problem import prepare, reduce_dtype
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Company, Shards
-from gemini.train.slices.slicing import refuse_unsuited
 from gemini.train.step import StepState, alone
 from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
@@ -78,10 +77,8 @@ class Engine:
         ranks = self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=bool(cuts) or in_stages)
         if not ranks.are_alone:
             # A collective, before anything is allocated: ranks that differ in model or config find out here.
-            prepare(structure, config, ranks, filled=is_filled, cuts=cuts)
+            prepare(structure, config, ranks, filled=is_filled, cuts=cuts, in_stages=in_stages)
         slices = ranks.slices if cuts else Wire()
-        if slices.size > 1:
-            refuse_unsuited(config, rule.spec, ranks, in_stages=in_stages)
 
         # Where the bytes are, and what moves them; then what computes with them, and the passes of a step.
         built = build(structure, config, device, own, ranks, rule, cuts)

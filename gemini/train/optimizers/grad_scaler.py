@@ -41,7 +41,10 @@ class GradScaler(torch.amp.GradScaler):
 
     One scaler can be used for several losses, models and optimizers. ``get_scale``, ``is_enabled``, ``state_dict`` and
     the other methods are those of torch. With several ranks a step is skipped on all of them or on none. A skipped step
-    drops the gradients of managed params, as every step does.
+    drops the gradients of managed params, as every step does. On a GPU the host waits once per step, in ``unscale_``
+    (call it after the last backward of a step) or else in ``step``, for the check of the gradients. Both raise
+    GeminiError for gradients of a managed model whose loss was not scaled, and RankMismatch if ranks have scaled their
+    losses differently.
     """
 
     def __init__(
@@ -80,19 +83,6 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(scaled, (list, tuple)):
             return type(scaled)(self._tell(one) for one in scaled)
         return map(self._tell, scaled)
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Show gradients without the loss scale, for example to clip them. Optional; call it after the last backward of
-        a step.
-
-        On a GPU the host waits here, once per step, for the check of the gradients.
-
-        Raises:
-            RuntimeError: if it was called already in this step, or after :meth:`step`.
-            GeminiError: for gradients of a managed model whose loss was not scaled.
-            RankMismatch: if the ranks have scaled their losses differently.
-        """
-        super().unscale_(optimizer)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

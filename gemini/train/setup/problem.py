@@ -36,6 +36,7 @@ from gemini.train.modules.codes import WHAT_WORKS, check_coded, scales_in
 from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, own_buffers, own_params, structure_of
 from gemini.train.params.handle import handle_of, is_in_stages, optimizer_of
+from gemini.train.slices.slicing import refuse_unsuited
 from gemini.version import __version__
 
 
@@ -97,17 +98,19 @@ def prepare(
     *,
     filled: bool = True,
     cuts: Collection[int] | None = None,
+    in_stages: bool = False,
 ) -> None:
     """See that all ranks have the same model and settings, and give them the weights and buffers of rank 0; before
     anything is built. ``filled``: the model has its values already; else whoever fills it sees that they are the same.
-    ``cuts``: the ids of params that are slices.
+    ``cuts``: the ids of params that are slices. ``in_stages``: it is that of a :class:`gemini.Pipeline` over ranks.
     """
-    _refuse_unsuited(config, ranks)
     if ranks.shares_params:
         _refuse_renormalizing(structure)
     named = collect_params(structure)  # before weights are compared: what cannot be managed has none that could be
     doing = "the comparison of ranks at the start"
     agree(ranks.job, doing, lambda: _facts_of_job(config), words="start")
+    # Where all have the same settings all refuse them.
+    refuse_unsuited(config, ranks, is_cut=bool(cuts), in_stages=in_stages)
     agree(ranks.everyone, doing, lambda: _facts_of_params(structure, named), words="start")
     if not filled:
         return
@@ -119,26 +122,6 @@ def prepare(
     if experts:
         own = {name: param.data for name, param in every if id(param) in experts}
         ranks.take_from_first(own, ranks.alike)
-
-
-def _refuse_unsuited(config: GeminiConfig, ranks: Ranks) -> None:
-    """Refuse settings that cannot be kept over replicas or slices of a model."""
-    if ranks.num_replicas > 1 and ranks.experts.size == 1 and config.gradients == "transient":
-        raise ValueError(
-            'gradients="transient" updates inside backward, before the gradients of the replicas are added up: '
-            'with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
-        )
-    if config.memory.durable and (ranks.num_replicas > 1 or ranks.slice_):
-        raise ValueError(
-            f"MemoryBudget(durable=True) is for ranks that divide one model, and this mesh has "
-            f"{'replicas' if ranks.num_replicas > 1 else 'slices'} of it, each with a "
-            "store of its own. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
-        )
-    if ranks.slice_ and config.precision == "fp16" and not ranks.is_one_model:
-        raise ValueError(
-            f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): each slice would decide for '
-            'itself whether a step overflowed. Use precision="bf16"'
-        )
 
 
 def _facts_of_job(config: GeminiConfig) -> Facts:

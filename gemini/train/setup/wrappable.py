@@ -61,8 +61,8 @@ def _check_module(path: str, module: nn.Module, *, has_params: bool) -> None:
     if has_params:
         try:
             # Tried, since a class may refuse hooks in any way of its own.
-            module.register_forward_pre_hook(_nothing).remove()
-            module.register_forward_hook(_nothing).remove()
+            module.register_forward_pre_hook(lambda *_: None).remove()
+            module.register_forward_hook(lambda *_: None).remove()
         except Exception as e:
             raise TypeError(
                 f"{where} ({type(module).__name__}) takes no forward hooks ({e}): its weights come and go around its "
@@ -213,7 +213,3 @@ def _check_class(model: nn.Module, managed_class: Callable[[type[nn.Module]], ty
             f"{original.__name__} cannot be the base of a managed class ({type(e).__name__}: {e}): put the model into "
             "a plain nn.Module that calls it, and wrap that"
         ) from e
-
-
-def _nothing(*_: Any) -> None:
-    pass

@@ -24,7 +24,6 @@ from gemini.config import GeminiConfig
 from gemini.errors import RankMismatch, warn
 from gemini.patches import Overrides
 from gemini.planning.plan import Plan
-from gemini.planning.planes import RuleSpec
 from gemini.planning.trace import Source
 from gemini.ranks.agree import Facts, agree, checksum_of
 from gemini.ranks.group import Ranks, names_of, size_of
@@ -412,11 +411,29 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str], size: int) -> None
 # ---- ranks with slices of one model, outside of the forward ----------------------------------------------------------
 
 
-def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_stages: bool) -> None:
-    """Refuse settings under which slices would not compute what the whole model does. ``in_stages``: the model is that
-    of a :class:`gemini.Pipeline` over ranks.
+def refuse_unsuited(config: GeminiConfig, ranks: Ranks, *, is_cut: bool, in_stages: bool) -> None:
+    """Refuse settings that cannot be kept over replicas or slices of a model. ``is_cut``: this rank has slices of its
+    params. ``in_stages``: the model is that of a :class:`gemini.Pipeline` over ranks.
     """
-    dim = "tp" if ranks.experts.size == 1 else "ep"
+    if ranks.num_replicas > 1 and ranks.experts.size == 1 and config.gradients == "transient":
+        raise ValueError(
+            'gradients="transient" updates inside backward, before the gradients of the replicas are added up: '
+            'with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
+        )
+    if config.memory.durable and (ranks.num_replicas > 1 or ranks.slice_):
+        raise ValueError(
+            f"MemoryBudget(durable=True) is for ranks that divide one model, and this mesh has "
+            f"{'replicas' if ranks.num_replicas > 1 else 'slices'} of it, each with a "
+            "store of its own. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
+        )
+    if ranks.slice_ and config.precision == "fp16" and not ranks.is_one_model:
+        raise ValueError(
+            f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): each slice would decide for '
+            'itself whether a step overflowed. Use precision="bf16"'
+        )
+    if not is_cut or ranks.slices.size == 1:
+        return
+    rule, dim = config.rule_spec, "tp" if ranks.experts.size == 1 else "ep"
     if config.gradients == "transient" and ranks.experts.size == 1:
         raise ValueError(
             'gradients="transient" updates inside backward, when a slice of a model (tp) can only check its own '
