@@ -32,7 +32,7 @@ from gemini.errors import GeminiError, StorageError, of_storage
 from gemini.planning import document
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.replacing import check_renamable, sync
-from gemini.train.params.handle import ParamHandle, TensorSlice
+from gemini.train.params.handle import ParamHandle
 
 FORMAT, VERSION = "gemini-checkpoint", 4
 READABLE = (2, 3, 4)
@@ -65,7 +65,7 @@ class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     shape: tuple[int, ...]
     step: int
     trained: bool
-    cut: tuple[int, ...] | None = None
+    cut: tuple[int, int, int] | None = None
     coded: bool = False
     fp32: bool = False
 
@@ -74,11 +74,6 @@ class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         """A param as it is now."""
         spec, cut = handle.chunk.spec, handle.cut and (handle.cut.dim, handle.cut.groups, handle.cut.size)
         return cls(tuple(handle.whole_shape), handle.num_steps, handle.chunk.trained, cut, spec.coded, spec.fp32)
-
-    @property
-    def first_slice(self) -> TensorSlice | None:
-        """The slice that the first rank had; None for all of it."""
-        return None if self.cut is None else TensorSlice(self.shape, self.cut[0], self.cut[1], 0, self.cut[2])
 
 
 class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

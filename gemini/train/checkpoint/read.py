@@ -28,7 +28,7 @@ from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, TensorF
 from gemini.train.checkpoint.write import PlanePart
 from gemini.train.observers import WriteObservers
 from gemini.train.params.by_name import store_range
-from gemini.train.params.handle import ParamHandle
+from gemini.train.params.handle import ParamHandle, TensorSlice
 
 Values = Mapping[PlaneKind, torch.Tensor]
 
@@ -124,10 +124,15 @@ class Reader:
         mover: Mover,
         rule: RuleSpec,
     ):
-        self._sources, self._mover, self._piece = sources, mover, manifest.piece
-        exact = frozenset(manifest.exact)
-        self._rule, self._params, self._is_bf16 = rule, manifest.params, manifest.precision == "bf16"
-        self._forms = {name: Form(manifest.rule.of(name in exact), p.fp32) for name, p in manifest.params.items()}
+        self._sources, self._mover, self._piece, self._params = sources, mover, manifest.piece, manifest.params
+        # Params of which a form was saved that is not the one here, with both: converted as a whole, master and states.
+        self._others: dict[str, tuple[ParamHandle, Form, Form]] = {}
+        exact, in_bf16 = frozenset(manifest.exact), sources if manifest.precision == "bf16" else []
+        for name, handle in {source.handle.whole_name: source.handle for source in in_bf16}.items():
+            saved, spec = manifest.params[name], handle.chunk.spec
+            there, here = Form(manifest.rule.of(name in exact), saved.fp32), Form(rule.of(spec.exact), spec.fp32)
+            if saved.trained and handle.chunk.trained and there.specs != here.specs:
+                self._others[name] = handle, there, here
         self._num_rounded = 0  # params whose states were exact and are compact here
         # In one order on every rank: each compares its share of them.
         self._entries = [
@@ -157,14 +162,10 @@ class Reader:
         # A checkpoint that is being written behind the training gets each chunk as it was.
         for chunk in chunks:
             observers.before_write(chunk)
-        # A param in another form is converted as a whole, master and states together, and left out below.
-        others = {
-            source.handle.whole_name: source.handle for source in self._sources if self._other_form(source.handle)
-        }
-        for handle in others.values():
-            self._convert(handle)
+        for of in self._others.values():
+            self._convert(*of)
         for source in self._sources:
-            if source.handle.whole_name not in others:
+            if source.handle.whole_name not in self._others:
                 for start, stop in tiles(0, source.numel, self._mover.tile):
                     self._read_range(source, start, stop)
 
@@ -176,17 +177,9 @@ class Reader:
                 "masters have 24 bits now and states 8. The run goes on close to what it was, not with its bits"
             )
 
-    def _other_form(self, handle: ParamHandle) -> bool:
-        """Whether a param was saved with states in another form than it keeps here."""
-        both = self._params[handle.whole_name].trained and handle.chunk.trained
-        return self._is_bf16 and both and self._forms[handle.whole_name].specs != self._form_here(handle).specs
-
-    def _form_here(self, handle: ParamHandle) -> Form:
-        return Form(self._rule.of(handle.chunk.spec.exact), handle.chunk.spec.fp32)
-
-    def _convert(self, handle: ParamHandle) -> None:
+    def _convert(self, handle: ParamHandle, saved: Form, here: Form) -> None:
         """Overwrite all planes of a param, tile by tile."""
-        saved, here, part = self._forms[handle.whole_name], self._form_here(handle), handle.part
+        part = handle.part
         # Only from exact to compact is anything lost that is worth telling.
         self._num_rounded += saved.rule.exact is None and here.rule.exact is not None and part.numel > 0
         for start, stop in tiles(0, part.numel, self._mover.tile):
@@ -227,11 +220,13 @@ class Reader:
 
     def _fill_from_slices(self, values: torch.Tensor, key: str, handle: ParamHandle, first: int) -> None:
         """Read them from slices that are others than those of here."""
-        cut, saved = handle.cut, self._params[handle.whole_name].first_slice
-        last = first + len(values)
+        cut, param, last = handle.cut, self._params[handle.whole_name], first + len(values)
         # By their numbers in the whole param, then by which slice has them and where.
         elements = torch.arange(first, last, device="cpu") if cut is None else cut.in_whole(first, last)
-        slices, own = (torch.zeros_like(elements), elements) if saved is None else saved.of_whole(elements)
+        slices, own = torch.zeros_like(elements), elements
+        if param.cut is not None:
+            dim, groups, size = param.cut
+            slices, own = TensorSlice(param.shape, dim, groups, 0, size).of_whole(elements)
         for run in self._saved[key]:
             there = ((slices == run.slice) & (own >= run.start) & (own < run.stop)).nonzero().view(-1)
             if there.numel():

@@ -121,7 +121,12 @@ def _save(
             check_target(final, directory)
         # Before it is asked for gradients: those of a backward that broke off do not count.
         engine.recovery.forget_interrupted()
-        _check_between_steps(engine)
+        engine.state.check_whole()
+        engine.state.check_masters("save_checkpoint")
+        if engine.backward.sink.has_gradients:
+            raise GeminiError(
+                "save_checkpoint between backward and step: gradients are not saved; call it after step()"
+            )
         if scheduler is not None and not hasattr(scheduler, "state_dict"):
             raise TypeError(
                 f"scheduler is a {type(scheduler).__name__}, which has no state_dict(): what else is to be kept goes "
@@ -145,13 +150,6 @@ def _save(
     else:
         pending.start(home, together, engine.store, engine.write_observers)
     return pending
-
-
-def _check_between_steps(engine: Engine) -> None:
-    engine.state.check_whole()
-    engine.state.check_masters("save_checkpoint")
-    if engine.backward.sink.has_gradients:
-        raise GeminiError("save_checkpoint between backward and step: gradients are not saved; call it after step()")
 
 
 def _home_of(engine: Engine, folder: Path, store: StoreFolder | None, draft: Draft) -> CheckpointHome:

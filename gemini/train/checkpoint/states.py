@@ -182,7 +182,8 @@ class Rest:
         _compare_params(path, manifest, params, engine.config.precision, engine.stepping.rule.spec)
         self._groups = _compared_groups(path, decode(manifest.groups, values), optimizer, params)
         self._plain, self._factors = decode(manifest.plain, values), decode(manifest.factors, values)
-        for number, param in self._plain_params():
+        self._own_plain = {f"#{number}": param for number, param in plain_params_of(optimizer)}
+        for number, param in self._own_plain.items():
             saved = self._plain[number]["param"]
             if (saved.shape, saved.dtype) != (param.shape, param.dtype):
                 raise PlanMismatch(
@@ -252,10 +253,6 @@ class Rest:
             except Exception as e:
                 raise self._other_scheduler(e) from e
 
-    def _plain_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The params of the optimizer that are not managed, by number."""
-        return ((f"#{number}", param) for number, param in plain_params_of(self._optimizer))
-
     def _beside_params(self) -> dict[str, Any]:
         return {**self._scales, **beside_params(self._model, self._by_names)}
 
@@ -264,13 +261,12 @@ class Rest:
         for handle in self._handles:
             handle.num_steps = handle.restored = self._manifest.params[handle.whole_name].step
             handle.waiting = None
-        with torch.no_grad():
-            for name, scale in self._scales.items():
-                scale.copy_(self._model_state[name])
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(saved)
         with torch.no_grad():
-            for number, param in self._plain_params():
+            for name, scale in self._scales.items():
+                scale.copy_(self._model_state[name])
+            for number, param in self._own_plain.items():
                 param.copy_(self._plain[number]["param"])
                 self._optimizer.state[param] = {
                     name: value if name == "step" else value.to(param.device)

@@ -300,7 +300,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         for index, param in enumerate(params_of(self)):
             handle = handle_of(param)
             if handle is not None and (handle.num_steps or listed and handle.chunk.trained):
-                result["state"][index] = states_of.saved_state(handle)
+                found = result["state"][index] = states_of.read_state(handle)
+                found |= states_of.read_state(handle, RESIDUAL_OF) if "residual" in found else {}
             elif "residual" in result["state"].get(index, {}):
                 result["state"][index].setdefault(RESIDUAL_OF, states_of.sum_of_plain(param))
         return result

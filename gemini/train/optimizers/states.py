@@ -327,12 +327,6 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
     return state
 
 
-def saved_state(handle: ParamHandle) -> dict[str, torch.Tensor]:
-    """The entry of one managed param in a state dict."""
-    of = read_state(handle, RESIDUAL_OF) if RESIDUAL_OF in _names_in(handle) else {}
-    return {**read_state(handle), **of}
-
-
 def shown(rule: UpdateRule, kind: str, value: torch.Tensor) -> torch.Tensor:
     """A state as it is shown: of a plane that holds one number for the whole param, that."""
     if kind not in rule.uniform:
