@@ -25,12 +25,6 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks.agree import Attempt, Point
-from gemini.train.checkpoint.export import (
-    keep_promises,
-    promised_model_state,
-    promised_optimizer_state,
-    write_torch_file,
-)
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
@@ -43,6 +37,7 @@ from gemini.train.passes.hooks import call_as_forward
 
 from .rules import hybrids_of
 from .settings import check_config, check_precision, config_of, resolve_config, warn_half
+from .torch_files import keep_promises, promised_model_state, promised_optimizer_state, write_torch_file
 
 try:
     import lightning.pytorch as pl

@@ -15,13 +15,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import gemini
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
-from gemini.train.setup.problem import prepare
+from gemini.train.slices.slicing import refuse_unsuited
 from tests.crash_images import Judge, Log, content
 from tests.ranks.pool import Failure, Pool, Pools
 from tests.ranks.test_checkpoints import Run, on_ranks, seed, world
@@ -189,7 +188,7 @@ def test_a_barrier_that_one_rank_leaves_out_is_found(
 def test_replicas_are_refused(tmp_path: Path) -> None:
     config = gemini.GeminiConfig(memory=gemini.MemoryBudget(nvme_path=tmp_path, durable=True))
     with pytest.raises(ValueError, match="replicas of it"):
-        prepare(torch.nn.Linear(2, 2), config, mock.Mock(num_replicas=2, slice_=""))
+        refuse_unsuited(config, mock.Mock(num_replicas=2, slice_=""), is_cut=False, in_stages=False)
 
 
 def test_a_rank_that_is_killed_leaves_a_commit(pool_of: Pools, tmp_path: Path) -> None:

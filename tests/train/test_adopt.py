@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from gemini.integrations.torch_files import promised_optimizer_state, write_torch_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -20,7 +21,6 @@ import gemini
 from gemini import optim
 from gemini.kernels import reference
 from gemini.optim import adopted
-from gemini.train.checkpoint.export import promised_optimizer_state, write_torch_file
 from tests import models
 from tests.train import helpers
 from tests.train.test_update_rules import bits, config_for, loss_of, make_model, settings_of

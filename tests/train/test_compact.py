@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gemini.integrations.torch_files import promised_optimizer_state, write_torch_file
 from torch import Tensor, nn
 
 import gemini
@@ -24,7 +25,6 @@ from gemini.planning import rules as spec_rules
 from gemini.planning.planes import RESIDUAL, PlaneSpec
 from gemini.rules import UpdateRule, Where
 from gemini.train.checkpoint import read as checkpoint_read
-from gemini.train.checkpoint.export import promised_optimizer_state, write_torch_file
 from tests import models
 from tests.train import test_update_rules as rules
 from tests.train.helpers import assert_same_snapshot, snapshot

@@ -1,11 +1,8 @@
-"""What leaves a model: ``save_pretrained`` by transformers, an ordinary file by torch, weights by name.
+"""What leaves a model: ``save_pretrained`` by transformers, weights by name.
 
-They know renames, tied weights, shards, pickles; they only want a state dict. Each value in it is a tensor over the
-very bytes of its home in host memory, or over a nameless file beside the result, into which it was read: its pages are
+transformers knows renames, tied weights, shards; it only wants a state dict. Each value in it is a tensor over the very
+bytes of its home in host memory, or over a nameless file beside the result, into which it was read: its pages are
 written out by the system rather than run out of memory. So nothing is ever whole in memory.
-
-``torch.save`` gets its values late: a state dict has *promises* first, tensors with a shape and a dtype and no memory,
-so that Lightning can pass it on and take entries out before anything is read.
 
 An inference engine takes weights one after the other or by the bucket. What stands in host memory as modules read it
 is handed out where it stands, so that an engine in the same process and the model have one copy between them.
@@ -29,27 +26,20 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from gemini.errors import GeminiError, StorageError, of_storage, parse_bytes
+from gemini.errors import GeminiError, StorageError, parse_bytes
 from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.planning.planes import PlaneKind
 from gemini.ranks.agree import Attempt, Point
 from gemini.ranks.wire import Tag
-from gemini.replacing import atomic_write
-from gemini.rules import UpdateRule, rule_of
 from gemini.train.engine import Engine
 from gemini.train.modules.codes import first_coded
 from gemini.train.modules.reading import is_a, is_tuner_layer
-from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.optimizers.states import read_state, shown_layout_of
-from gemini.train.params.by_name import ByName, owner_of
-from gemini.train.params.handle import ParamHandle, handle_of, params_of
-from gemini.train.params.state_dict import model_state, own_state
+from gemini.train.params.by_name import ByName
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.state_dict import own_state
 
-_Form = tuple[torch.Size, torch.dtype]
+ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
 def save_pretrained(
@@ -91,7 +81,7 @@ def save_pretrained(
     for name, whole in _wholes(engine, dtype or compute, dtype) if ranks.is_cut and ranks.reads_parts else ():
         if collects and not attempt.has_failed:
             with attempt:
-                views[name] = _places(folder, [(whole.shape, whole.dtype)])[0].copy_(whole)
+                views[name] = places_in(folder, [(whole.shape, whole.dtype)])[0].copy_(whole)
     if collects and not attempt.has_failed:
         with attempt:
             views = views if ranks.is_cut else _views(engine.by_names, folder, dtype)
@@ -142,7 +132,7 @@ def _wholes(engine: Engine, of_stages: torch.dtype, dtype: torch.dtype | None) -
 
 def _views(by_names: ByName, folder: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """The weights by name, each param a storage of its own (transformers tells ties by storages)."""
-    views, elsewhere = dict[str, torch.Tensor](), list[tuple[ParamHandle, _Form]]()
+    views, elsewhere = dict[str, torch.Tensor](), list[tuple[ParamHandle, ShapeAndDtype]]()
     for handle in by_names.handles:
         written = dtype or handle.chunk.flat.dtype
         view = by_names.in_place(handle, written)
@@ -153,7 +143,7 @@ def _views(by_names: ByName, folder: Any, dtype: torch.dtype | None) -> dict[str
         # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
         buffer.owner = view  # type: ignore[attr-defined]
         views[handle.name] = torch.frombuffer(buffer, dtype=written).view(view.shape)
-    for (handle, _), place in zip(elsewhere, _places(folder, [form for _, form in elsewhere]), strict=True):
+    for (handle, _), place in zip(elsewhere, places_in(folder, [form for _, form in elsewhere]), strict=True):
         views[handle.name] = place.copy_(by_names.read(handle, dtype))
     return views
 
@@ -171,7 +161,7 @@ def _state_of(model: nn.Module, by_names: ByName, views: dict[str, torch.Tensor]
     return {**state, **{name: value for name, value in views.items() if name not in own}}
 
 
-def _places(folder: Any, forms: list[_Form]) -> list[torch.Tensor]:
+def places_in(folder: Any, forms: list[ShapeAndDtype]) -> list[torch.Tensor]:
     """Tensors over one nameless file in a folder: of mappings the system allows a process 65,530 (vm.max_map_count)."""
     ends = [0, *accumulate(-(-shape.numel() * dtype.itemsize // 64) * 64 for shape, dtype in forms)]
     if not ends[-1]:  # no file of no bytes can be mapped
@@ -186,87 +176,6 @@ def _places(folder: Any, forms: list[_Form]) -> list[torch.Tensor]:
         else torch.empty(shape, dtype=dtype, device="cpu")
         for (shape, dtype), start in zip(forms, ends, strict=False)
     ]
-
-
-# ---- files of torch --------------------------------------------------------------------------------------------------
-
-
-def promised_model_state(original: Any) -> dict[str, Any]:
-    """``state_dict`` (``original`` is the model's ``super()``) with promises of exact masters (of frozen params: of
-    what there is, in the compute dtype); no update of the model may have broken off.
-    """
-
-    def promise(handle: ParamHandle) -> torch.Tensor:
-        dtype = torch.float32 if handle.chunk.trained else handle.param.dtype
-        # A function: a copy of a promise (copy.deepcopy) has the same one, where of a method it would copy the model.
-        return _promise(handle.param.shape, dtype, lambda: owner_of(handle).by_names.read(handle, dtype))
-
-    return model_state(original, None, "", promise)
-
-
-def promised_optimizer_state(optimizer: HybridOptimizer) -> dict[str, Any]:
-    """``state_dict`` of torch's AdamW, with promises of the states of managed params."""
-
-    def kept_by(handle: ParamHandle) -> UpdateRule:
-        # The model's rule may keep an average, which the optimizer's does not know of.
-        return rule_of(owner_of(handle).config.optimizer)
-
-    def promise(handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
-        shape, dtype = shown_layout_of(kept_by(handle), handle.param)[kind]
-        return _promise(shape, dtype, lambda: read_state(handle, kind)[kind])
-
-    state = torch.optim.Optimizer.state_dict(optimizer)
-    for index, param in enumerate(params_of(optimizer)):
-        handle = handle_of(param)
-        # As in torch, a param has no state before its first step.
-        if handle is not None and handle.num_steps:
-            states = {spec.kind: promise(handle, spec.kind) for spec in kept_by(handle).spec.planes}
-            step = torch.tensor(float(handle.num_steps), device="cpu")
-            factors = {name: value.clone() for name, value in handle.factors.items()}
-            state["state"][index] = {"step": step, **states, **factors}
-    return state
-
-
-def write_torch_file(content: Any, path: Path) -> None:
-    """``torch.save(content, path)``, with values for promises: under a name of its own until it is whole on the disk,
-    then renamed. Raises StorageError if it cannot be written; an existing file is as it was.
-    """
-    with of_storage(f"could not save {path}"), atomic_write(path) as draft:
-        kept = keep_promises(content, partial(_places, path.parent))
-        try:
-            torch.save(kept, draft)
-        except RuntimeError as e:
-            if "inline_container" not in str(e):  # where torch writes: it does not tell what the system said
-                raise
-            raise OSError(f"the disk is full, or fails ({' '.join(str(e).split())[:100]})") from e
-
-
-def keep_promises(content: Any, make: Callable[[list[_Form]], list[torch.Tensor]] | None = None) -> Any:
-    """``content`` with values for promises, in memory or in what ``make`` gives. GeminiError: one was computed with."""
-    # Tied ones are one, and read once.
-    promises = {id(leaf): leaf for leaf in tree_leaves(content) if isinstance(leaf, FakeTensor)}
-    for leaf in promises.values():
-        if not hasattr(leaf, "gemini_read"):
-            raise GeminiError(
-                f"a checkpoint holds a tensor of shape {tuple(leaf.shape)} that was computed from weights or states "
-                "which are not in memory: they are read when the file is written. Entries of a checkpoint may be "
-                "removed (in on_save_checkpoint, for example); for values use model.full_param(name)"
-            )
-    # All places first: memory that is taken and freed beside what stays falls to pieces.
-    forms = [(leaf.shape, leaf.dtype) for leaf in promises.values()]
-    places = make(forms) if make else [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in forms]
-    kept = dict(zip(promises, places, strict=True))
-    for number, leaf in promises.items():
-        kept[number].copy_(leaf.gemini_read().detach())  # type: ignore[attr-defined]
-    return tree_map(lambda leaf: kept.get(id(leaf), leaf), content)
-
-
-def _promise(shape: torch.Size, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-    # Outside of the mode a fake tensor stays one: whatever computes with it makes another, which nothing is known of.
-    with FakeTensorMode():
-        promise: Any = torch.empty(shape, dtype=dtype, device="cpu")
-    promise.gemini_read = read
-    return promise  # type: ignore[no-any-return]
 
 
 # ---- weights by name -------------------------------------------------------------------------------------------------
