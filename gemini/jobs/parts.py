@@ -1,46 +1,31 @@
-"""What a training job has beside its trainer: its rows, its checkpoints, its log, and the wish to stop. Checkpoints
-(``OUT/checkpoint-500``) are ordinary ones of a Trainer with Gemini's states inside. A folder under its final name is
-whole: :mod:`gemini.integrations.huggingface` writes under another name and renames.
+"""What a training job has beside its trainer: its rows and its folder. Checkpoints (``OUT/checkpoint-500``) are a
+Trainer's with Gemini's states inside. A folder under its final name is whole: :mod:`gemini.integrations.huggingface`
+writes under another name and renames.
 """
 
 from __future__ import annotations
 
-import copy
 import fcntl
-import json
-import math
 import os
-import signal
 import tempfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
-from statistics import median
-from types import FrameType
 from typing import Any
 
 import datasets
-import torch
 import trl
-from rich.console import Console
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
-from gemini.errors import counted, human_bytes
+from gemini.errors import counted
 from gemini.integrations.huggingface_save import (
     as_checkpoint,
     check_resumable,
     committed,
     last_whole,
     newest,
-    store_behind,
 )
 from gemini.jobs import JobError, refusing
 from gemini.memory.durable.folder import has_commit
-from gemini.ranks.wire import Tag, Wire
-from gemini.tiers import Tier
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
@@ -102,48 +87,6 @@ def words_of(rows: Any) -> str:
     return f"{number} of {', '.join(rows.column_names or '?')}"
 
 
-class CountsRows:
-    """Put before a trainer of TRL's that tokenizes rows: ``told`` says of each dataset what is cut or left out."""
-
-    told: tuple[str, ...] = ()
-
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
-        prepare: Any = super()._prepare_dataset  # type: ignore[misc]
-        kept = prepare(dataset, processing_class, args, *rest)
-        most = getattr(args, "max_length", None)
-        if most is None or not hasattr(dataset, "__len__") or "input_ids" in dataset.column_names:
-            return kept
-        uncut = copy.copy(args)
-        uncut.max_length = None
-        # SFT's comes with whether to pack and a function before the name: whole rows are not packed.
-        packs = len(rest) == 3 and rest[0]
-        whole = prepare(dataset, processing_class, uncut, *([False, *rest[1:]] if len(rest) == 3 else rest))
-        lengths = lengths_of(whole)
-        cut = 0 if packs and args.packing_strategy != "bfd" else sum(length > most for length in lengths)
-        left_out = 0 if packs else len(whole) - len(kept)
-        parts = [f"{'rows' if rest[-1] == 'train' else 'rows to evaluate on'}: {len(lengths):,}"]
-        parts += [f"packed into {counted(len(kept), 'sequence')} of --max_length {most}"] if packs else []
-        parts += [f"{cut:,} longer than --max_length {most}"] if cut or not packs else []
-        parts += [f"{left_out:,} left out"] if left_out else []
-        parts += [f"longest {max(lengths, default=0):,}, median {int(median(lengths or [0])):,} tokens"]
-        hint = " (a larger --max_length cuts fewer, and takes more memory)" if cut or left_out else ""
-        line = "; ".join(parts) + hint
-        self.told = (*self.told, line)
-        if not len(kept):
-            raise JobError(f"--max_length {most} leaves nothing of any row to learn: give a larger one. {line}")
-        return kept
-
-
-def lengths_of(rows: Any) -> list[int]:
-    """The tokens of each row: of a pair of answers those of the longer one."""
-    parts = [c for c in rows.column_names if c in ("input_ids", "prompt_ids", "completion_ids")]
-    pair = [c for c in rows.column_names if c in ("chosen_ids", "rejected_ids")]
-    return [
-        sum(len(row[c]) for c in parts) + max((len(row[c]) for c in pair), default=0)
-        for row in rows.select_columns(parts + pair)
-    ]
-
-
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 
 
@@ -203,135 +146,3 @@ def claimed(out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
-
-
-# ---- between the steps -----------------------------------------------------------------------------------------------
-
-
-class Position(TrainerCallback, ExportableState):
-    """Writes into each checkpoint (``trainer_state.json``) of which rows it is, and refuses another run's before the
-    first step; one that says nothing is taken. ``begun_at``: the steps done when the run began, or None.
-    """
-
-    def __init__(self, identity: dict[str, Any]) -> None:
-        self.identity = identity
-        self.begun_at: int | None = None
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"identity": self.identity}, "attributes": {}}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.begun_at = state.global_step
-        before = state.stateful_callbacks.get("Position", self.state())["args"]["identity"]  # as the checkpoint has it
-        for name, now in self.identity.items():
-            if before.get(name) != now:
-                raise JobError(
-                    f"--resume_from_checkpoint: step {state.global_step} stands in the middle of other data: its "
-                    f"{name} is {before.get(name)}, here it is {now}. Give what that run was given, or start anew in "
-                    "another --output_dir."
-                )
-
-
-def identity_of(dataset: Any, seed: int, length: int | None) -> dict[str, Any]:
-    """What a resumed run has to have the same of: the number of rows, three of them, and what cuts and orders them."""
-    if not hasattr(dataset, "__len__"):  # a stream
-        return {"seed": seed, "max_length": length}
-    some = [dataset[index] for index in sorted({0, len(dataset) // 2, len(dataset) - 1})]
-    checksum = zlib.crc32(json.dumps(some, sort_keys=True, default=str).encode())
-    return {"number of rows": len(dataset), "content of rows": f"{checksum:08x}", "seed": seed, "max_length": length}
-
-
-class Shown(TrainerCallback):
-    """A line for each row that is logged. ``resume``: the checkpoint that the run goes on from."""
-
-    def __init__(self, console: Console, resume: str | None = None) -> None:
-        self._console, self._resume = console, resume
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._resume is not None:
-            store = store_behind(self._resume)
-            where = self._resume if store is None else f"the store in {store}"
-            self._console.print(f"resuming from {where} after step {state.global_step}")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        if "eval_loss" in logs:
-            of_eval = {name.removeprefix("eval_"): value for name, value in logs.items()}
-            of_eval["perplexity"] = math.exp(min(logs["eval_loss"], 700.0))
-            self._console.print(f"evaluation after step {state.global_step}: {', '.join(_figures(of_eval))}")
-        elif "loss" in logs:
-            self._console.print("  ".join((f"step {state.global_step}/{state.max_steps}", *_figures(logs))))
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._console.print(f"saved {Path(args.output_dir, f'checkpoint-{state.global_step}')}")
-
-
-_SHOWN = {
-    "loss": "loss {:.4f}",
-    "perplexity": "perplexity {:.4g}",
-    "reward": "reward {:.4g}",
-    "rewards/accuracies": "accuracy {:.4g}",
-    "accuracy": "accuracy {:.4g}",
-    "grad_norm": "grad norm {:.3g}",
-    "tokens_per_second": "{:,.0f} tok/s",
-    **{f"{tier.value}_bytes": f"{tier.value} {{}}" for tier in Tier},
-    "waits": "waits {}",
-    "seconds_left": "{} left",
-    "learning_rate": "lr {:.3g}",
-}
-"""What is shown of a row, in this order."""
-
-
-def _figures(logs: dict[str, Any]) -> list[str]:
-    """The figures of a row, those that a person looks at first."""
-    shown = {name: value for name, value in logs.items() if name in _SHOWN and value is not None}
-    shown |= {name: human_bytes(value) for name, value in shown.items() if name.endswith("_bytes")}
-    if "loss" in shown:
-        shown["loss"] = round(shown["loss"], 4) + 0.0  # -0.0 is none: that of GRPO is at first nothing but for rounding
-    if "seconds_left" in shown:
-        shown["seconds_left"] = timedelta(seconds=round(shown["seconds_left"]))
-    waits = {key.removeprefix("waits_for_"): value for key, value in logs.items() if key.startswith("waits_for_")}
-    cause, waited = max(waits.items(), key=lambda item: item[1], default=("", 0.0))
-    share = waited / max(logs.get("step_seconds", 0.0), 1e-9)
-    if share > 0.05:
-        shown["waits"] = f"{min(1, share):.0%} for {cause.replace('_', ' ')}"
-    return [form.format(shown[name]) for name, form in _SHOWN.items() if name in shown]
-
-
-# ---- Ctrl-C, and a polite kill ---------------------------------------------------------------------------------------
-
-_ANSWER = b"\nStopping after this step, then saving. Once more stops at once, and saves nothing.\n"
-
-
-class Stop(TrainerCallback):
-    """One wish to stop for all ranks: each tells the others after a step, and all save and end at the same one. In its
-    ``with`` block the first SIGINT or SIGTERM is one (``wanted``), answered on stderr by the first rank; the second one
-    takes effect as ever. ``heeded``: whether the run was ended by one.
-    """
-
-    def __init__(self, wire: Wire, console: Console) -> None:
-        self._wire, self._console = wire, console
-        self.wanted = self.heeded = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Stop:
-        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
-
-    def _receive(self, _number: int, _frame: FrameType | None) -> None:
-        self.wanted = True
-        self.__exit__()
-        # Straight to the descriptor: the signal may come in the middle of a print, whose buffer would be printed twice.
-        if self._wire.rank == 0:
-            os.write(2, _ANSWER)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        wishes = self._wire.swap(Tag.VALUES, torch.tensor([float(self.wanted)], device="cpu"), "the wish to stop")
-        if not wishes.any():
-            return
-        if not self.wanted:
-            self._console.print("Another rank was asked to stop: stopping after this step, then saving.")
-        self.heeded = control.should_training_stop = control.should_save = True

@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,22 +34,14 @@ import gemini
 import gemini.integrations.trl as ready
 from gemini.errors import BudgetExceeded, counted
 from gemini.integrations.beside import budget_for
+from gemini.integrations.callbacks import LinesCallback, Position, StopCallback, identity_of
+from gemini.integrations.huggingface_save import last_whole
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.settings import parallel_of
 from gemini.jobs import JobError, refusing
 from gemini.jobs.models import ModelSource, find_model, hush, tokenizer_of
-from gemini.jobs.parts import (
-    CountsRows,
-    Position,
-    Shown,
-    Stop,
-    choose,
-    claimed,
-    identity_of,
-    open_data,
-    prepare_out,
-    words_of,
-)
+from gemini.jobs.parts import choose, claimed, open_data, prepare_out, words_of
+from gemini.jobs.planner import as_options
 from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.settings import DemoSettings
 from gemini.jobs.train_options import Options, Parser, options_of, precision_of
@@ -127,8 +119,8 @@ class Run:
             if other != told[0][1]:
                 raise JobError(f"--dataset_name: rank {rank} has other data than rank 0: {other} and {told[0][1]}.")
         self.model = self._managed(source)
-        self._stop = Stop(self.wire, console)
-        watching = [MetricsCallback(), Shown(console, self._resume), self._stop, self.position]
+        self._stop = StopCallback(self.wire, console.print)
+        watching = [MetricsCallback(), LinesCallback(console.print, self._resume), self._stop, self.position]
         self.trainer = self._trainer(rows, held_out, tokenizer, callbacks=watching, **(rewards or {}))
 
     def _tell(self, value: Any, what: str) -> list[Any]:
@@ -186,7 +178,7 @@ class Run:
         marks = getattr(args, "assistant_only_loss", False)
         name = f"Gemini{'Reward' if kind == 'reward' else kind.upper()}Trainer"
         # TRL's trainer through our bridge; where it makes tokens of rows beforehand, it counts what it cuts.
-        counting = type(name, (CountsRows, getattr(ready, name)), {})
+        counting = type(name, (ready.CountsRows, getattr(ready, name)), {})
         with refusing(f"gemini {kind}", MARKS if marks else ""), _base_as_reference(self.model):
             trainer: Any = counting(
                 model=self.model,
@@ -426,12 +418,12 @@ def demo(asked: DemoSettings, console: Console) -> int:
     if (number := launch.num_processes()) > 1:
         raise JobError(f"`gemini demo` runs in one process, and {number} were started. Start it without torchrun.")
     hush()
-    prepare_out(asked.out)
+    said = {option.name: value for option in fields(asked) if (value := getattr(asked, option.name)) != option.default}
     library = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(library.glob("t*.py")))[: _HELD_OUT * _SEQ_LEN]
     held_out = torch.tensor(list(text)).reshape(_HELD_OUT, _SEQ_LEN)
     # Beside the model by default, and not where temporary files go: that may be memory.
-    with tempfile.TemporaryDirectory(dir=asked.out, prefix="nvme-") as own_folder:
+    with claimed(asked.out), tempfile.TemporaryDirectory(dir=asked.out, prefix="nvme-") as own_folder:
         words = {
             "model_name_or_path": "gpt2-small",
             "dataset_name": library / "[a-s]*.py",
@@ -439,7 +431,7 @@ def demo(asked: DemoSettings, console: Console) -> int:
             "per_device_train_batch_size": 2,
             "max_steps": asked.steps,
             "learning_rate": 6e-4,
-            "warmup_steps": 10,
+            "warmup_steps": min(10, asked.steps // 4),
             "lr_scheduler_type": "cosine",
             "gradient_checkpointing": "false",
             "use_cpu": not torch.cuda.is_available(),
@@ -451,11 +443,13 @@ def demo(asked: DemoSettings, console: Console) -> int:
             "save_strategy": "no",
             "seed": asked.seed,
         }
+        if last_whole(str(asked.out)):  # of a demo that was stopped
+            words["resume_from_checkpoint"] = "auto"
         given = Parser("sft").read([word for name, value in words.items() for word in (f"--{name}", str(value))])
         run = Run(options_of(given), console)
         device = run.options.args.device
         first = _mean_loss(run.model, held_out.to(device))
-        if (code := run.go("gemini demo")) == 130:
+        if (code := run.go(f"gemini demo {as_options(said)}".rstrip())) == 130:
             return code
         last = _mean_loss(run.model, held_out.to(device))
     plain = transformers.AutoModelForCausalLM.from_pretrained(asked.out, dtype=torch.bfloat16, local_files_only=True)

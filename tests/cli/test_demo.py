@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from gemini.integrations.callbacks import StopCallback
 
-from tests.cli.commands import Command
+from gemini.jobs.parts import claimed
+from tests.cli.commands import Command, refused
 
 
 def test_several_processes_are_refused_once(
@@ -24,17 +26,28 @@ def test_several_processes_are_refused_once(
 
 
 @pytest.mark.slow
-def test_the_demo_keeps_its_promises(gemini_command: Command, tmp_path: Path) -> None:
-    """Needs 2 GiB on the disk under the temporary folder."""
+def test_the_demo_keeps_its_promises(gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one step, which has no warm-up; of some that Ctrl-C stops, and that go on by the command that it says. Needs
+    2 GiB on the disk under the temporary folder.
+    """
     out = tmp_path / "out"
-    result = gemini_command.ok("demo", "--steps", 6, "--out", out)
+    with claimed(out):
+        refused(gemini_command("demo", "--out", out), "is in use: another job writes into it")
+    assert ": it fell" in gemini_command.ok("demo", "--steps", 1, "--out", tmp_path / "one").stdout
+    with monkeypatch.context() as patch:
+        patch.setattr(StopCallback, "__enter__", lambda stop: setattr(stop, "wanted", True))
+        stopped = gemini_command("demo", "--steps", 6, "--out", out)
+    assert stopped.exit_code == 130 and "Stopped after step 1 of 6." in stopped.stdout
+    again = stopped.stdout.partition("To go on: gemini ")[2].split()
+    result = gemini_command.ok(*again)
     for words in (
+        "after step 1\n",
         ": it fell",
         "cpu: stayed within its budget",
         "nvme: stayed within its budget",
         "here: the same bits",
     ):
         assert words in result.stdout
-    assert len(result.stdout.splitlines()) <= 24, "one screen"
+    assert len(result.stdout.splitlines()) <= 25, "one screen"
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in out.iterdir()}
-    assert not any(path.is_dir() for path in out.iterdir()), "neither checkpoints nor the folder of the spill file"
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {"checkpoint-1"}, "no folder of the spill file"

@@ -11,16 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from gemini.integrations.callbacks import LinesCallback, StopCallback
 from gemini.integrations.metrics import MetricsCallback
 from rich.console import Console
 
 from gemini import cli
 from gemini.cli import COMMANDS
-from gemini.jobs.parts import Shown, Stop, choose
+from gemini.jobs.parts import choose
 from gemini.jobs.screen import budget_lines
 from gemini.jobs.settings import spelled
 from gemini.ranks import launch
-from gemini.ranks.wire import Wire
 from gemini.tiers import Tier
 from gemini.version import __version__
 from tests.cli.commands import Command
@@ -35,7 +35,7 @@ def test_the_first_signal_is_a_wish_and_the_second_is_served(
     before = signal.signal(number, lambda *_: served.append(True))
     served: list[bool] = []
     try:
-        with Stop(Wire(), Console()) as stop:
+        with StopCallback() as stop:
             assert not stop.wanted
             os.kill(os.getpid(), number)
             assert stop.wanted and served == []
@@ -48,7 +48,7 @@ def test_the_first_signal_is_a_wish_and_the_second_is_served(
 
 def test_handlers_come_back_without_a_signal() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Stop(Wire(), Console()):
+    with StopCallback():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
 
@@ -116,7 +116,7 @@ def managed() -> SimpleNamespace:
 
 def shown(console: Console) -> tuple[Callable[..., None], list[dict[str, float]]]:
     """The lines and rows of a run; the first of what it returns logs one more."""
-    lines, figures, model, rows = Shown(console), MetricsCallback(), managed(), []
+    lines, figures, model, rows = LinesCallback(console.print), MetricsCallback(), managed(), []
     args, state = SimpleNamespace(eval_strategy="no"), Logged(1998)
     figures.on_train_begin(args, state, None)
 

@@ -73,7 +73,7 @@ def test_the_step_of_a_plan_is_the_default(
     gemini_command.ok("plan", tiny_config, "--cpu", "2MiB", "--compute", "cpu", *step, "--out", path)
     base = ["--model_name_or_path", tiny_config, "--dataset_name", text, "--plan", path, "--max_steps", 1]
     result = gemini_command.ok("sft", *base, "--output_dir", out)
-    assert "of --max_length 32" in result.stdout
+    assert "of max_length 32" in result.stdout
     less = gemini_command("sft", *base, "--output_dir", tmp_path / "less", "--per_device_train_batch_size", 1)
     assert f"{path} was made with --per_device_train_batch_size 4, and this job has 1. Leave" in flat(less)
     same = ["--per_device_train_batch_size", 4, "--output_dir", tmp_path / "same"]

@@ -61,14 +61,14 @@ def test_rows_that_are_cut_or_left_out_are_counted_before_the_first_step(
         how = ["--max_steps", steps, "--resume_from_checkpoint", "auto", "--save_strategy", "steps", "--save_steps", 1]
         result = train.ok(*more, *how)
         before = result.stdout.partition(f"step {steps}/{steps}")[0]
-        assert "\nrows: 30; 30 longer than --max_length 48;" in before and "left out; longest 105" in before, before
-        assert "\nrows to evaluate on: 10; 10 longer than --max_length 48;" in before
+        assert "\nrows: 30; 30 longer than max_length 48;" in before and "left out; longest 105" in before, before
+        assert "\nrows to evaluate on: 10; 10 longer than max_length 48;" in before
         left = [int(line.split(" left out")[0].split("; ")[-1]) for line in before.splitlines() if "left out" in line]
         assert sum(left) == 20, "the answers of half of the chats are behind the cut"
     packed = train.ok("--packing", "--packing_strategy", "wrapped", "--output_dir", tmp_path / "all")
     assert "rows: 40; packed into " in packed.stdout and "longer than" not in packed.stdout
     filled = train.ok("--packing", "--output_dir", tmp_path / "bfd")
-    assert "40 longer than --max_length 48" in filled.stdout, "whose ends are lost"
+    assert "40 longer than max_length 48" in filled.stdout, "whose ends are lost"
     short = train("--assistant_only_loss", "--max_length", 12, "--output_dir", tmp_path / "short")
     refused(short, "leaves nothing of any row to learn", "longest 105", begun=True)
 
@@ -93,7 +93,7 @@ def test_templates_that_come_as_examples_mark_what_is_learned(train: Command, te
     asked = tokenizer.apply_chat_template(chat[:2], tokenize=False, add_generation_prompt=True)
     assert text.startswith(f"{asked}A{end}")
     how = ["--max_length", 160, "--assistant_only_loss", "--chat_template_path", template]
-    assert "0 longer than --max_length 160" in train.ok(*how).stdout
+    assert "0 longer than max_length 160" in train.ok(*how).stdout
 
 
 def test_a_template_without_marks(train: Command, tmp_path: Path) -> None:

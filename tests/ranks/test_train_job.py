@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -184,6 +185,24 @@ def test_meshes_that_cannot_be(pool_of: Pools, folder: Path) -> None:
         outcomes = pool_of(2).outcomes(train_here, options_of(folder, output_dir=folder / "out") | more)
         assert all(isinstance(outcome, Failure) and outcome.kind == "JobError" for outcome in outcomes), outcomes
         assert says in outcomes[0].text, outcomes[0].text
+
+
+def one_wish() -> list[bool]:
+    """Of the second of two ranks, to stop after the second step."""
+    import torch.distributed as dist
+    from gemini.integrations.callbacks import StopCallback
+
+    stop, control, heeded = StopCallback(), SimpleNamespace(should_save=False), []
+    stop.on_train_begin(None, None, control)
+    for wanted in (False, True):
+        stop.wanted = wanted and dist.get_rank() == 1
+        stop.on_step_end(None, None, control)
+        heeded += [stop.heeded, control.should_save]
+    return heeded
+
+
+def test_the_wish_of_one_rank_stops_all_in_a_script(pool_of: Pools) -> None:
+    assert pool_of(2).run(one_wish) == [[False, False, True, True]] * 2
 
 
 def test_dropout_differs_between_ranks(pool_of: Pools, folder: Path) -> None:
