@@ -275,14 +275,14 @@ class Ledger:
         """Bytes that are not given to other models, whoever computes."""
         return self.used(tier) - self.of_windows(tier)
 
-    def gatherable(self, tier: Tier) -> int:
-        """Bytes that windows may have, all together: windows give way to windows, those of other models too."""
-        idle = 0 if self._pool is None else self._pool.idle(self, tier)
-        return self.free(tier) + self.of_windows(tier) + idle
-
-    def working_set(self, tier: Tier, own: int) -> int:
-        """Bytes that have to be left to windows: ``own``, or what another model of the same budget needs."""
-        return own if self._pool is None else max(own, self._pool.needed_by_others(self, tier))
+    def left_beside_windows(self, tier: Tier, needed: int) -> int:
+        """Bytes that something else can have for good, where windows need so many: of a shared budget they give way to
+        windows of other models, which may need more of them.
+        """
+        left = self.free(tier) + self.of_windows(tier) - needed
+        if self._pool is None:
+            return left
+        return left + self._pool.idle(self, tier) - max(self._pool.needed_by_others(self, tier) - needed, 0)
 
     def wanted_by_others(self, tier: Tier) -> int:
         """Bytes that windows of other models take next, beside what they have; where they have memory of their own,

@@ -151,42 +151,21 @@ def _unresolved(many: Iterable[Sums]) -> list[DeviceSums]:
 # ---- kernels -------------------------------------------------------------------------------------------------------
 
 
-class NormWorkspace:
-    """Device scratch of one gradient kernel; its own until it has run: ``tiles`` (fp64, a sum of squares per NORM_TILE
-    elements). ``nonfinite``, which nobody looks at, and ``arrived`` (int32, 0 between kernels) a stream may share.
-    """
-
-    def __init__(self, n: int, nonfinite: Tensor, arrived: Tensor):
-        blocks, tiles = -(-n // NORM_BLOCK), -(-n // NORM_TILE)
-        self._blocks = torch.empty(blocks, dtype=torch.float64, device=arrived.device)
-        self._arrived, self._nonfinite = arrived, nonfinite
-        self.tiles = torch.empty(tiles, dtype=torch.float64, device=arrived.device)
-
-    def argument(self) -> Any:
-        """NormPlaces of csrc/cuda/grad_body.cuh."""
-        return _pointers(*map(_address, (self._blocks, self.tiles, self._arrived, self._nonfinite)))
-
-
 class CudaKernels:
     """The functions of gemini.kernels on CUDA tensors, by kernels that ``driver`` starts."""
 
     def __init__(self, driver: Driver):
         self._driver = driver
-        self._shared: dict[tuple[int, int], Tensor] = {}
+        # Two numbers of each stream, whose kernels run one after the other: a launch costs no memset beside it.
+        self._flags: dict[tuple[int, int], Tensor] = {}
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream on which work is enqueued now; None if the device has only one."""
         return torch.cuda.current_stream(device)
 
-    def places(self, tensor: Tensor) -> NormWorkspace:
-        """For a kernel over ``tensor`` that is enqueued next. Flags are shared by all kernels of a stream, which run
-        one after the other: a launch costs no memset beside it.
-        """
-        where = self._where(tensor)
-        shared = self._shared.get(where)
-        if shared is None:
-            shared = self._shared[where] = torch.zeros(2, dtype=torch.int32, device=tensor.device)
-        return NormWorkspace(tensor.numel(), shared[1:], shared[:1])
+    def make_tiles(self, tensor: Tensor) -> Tensor:
+        """Room for the sums of squares of ``tensor``: fp64, one per NORM_TILE elements."""
+        return torch.empty(-(-tensor.numel() // NORM_TILE), dtype=torch.float64, device=tensor.device)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[float]:
         """The elements of fp64 tensors of one device, one after the other: the host waits for its current stream."""
@@ -262,17 +241,22 @@ class CudaKernels:
 
     def _summing(self, doing: str, dst: Tensor | None, lo: Tensor | None, src: Tensor) -> Sums:
         """Enqueue a kernel that leaves the sums of squares of what it writes, or reads, on the device."""
-        n, places = src.numel(), self.places(src)
+        n, where = src.numel(), self._where(src)
         if n == 0:
             return []
+        if where not in self._flags:
+            self._flags[where] = torch.zeros(2, dtype=torch.int32, device=src.device)
+        # How many blocks have arrived, 0 between kernels, and a flag at which nobody looks.
+        arrived, nonfinite = self._flags[where].split(1)
+        sums, tiles = torch.empty(-(-n // NORM_BLOCK), dtype=torch.float64, device=src.device), self.make_tiles(src)
+        places = _pointers(*map(_address, (sums, tiles, arrived, nonfinite)))  # NormPlaces of csrc/cuda/grad_body.cuh
         at = _address(dst), _address(lo), src.data_ptr()
         is_aligned = not (at[0] % 16 or at[1] % 8 or at[2] % 16)
         kernel = f"grad_kernel<gemini::cuda::Doing::{doing}, {_DTYPES[src.dtype]}, {_cpp(is_aligned)}>"
         # A warp of 32 threads takes a block of the norm.
         blocks = -(-n // (NORM_BLOCK * THREADS // 32))
-        arguments = (*map(ctypes.c_void_p, at), ctypes.c_int64(n), places.argument())
-        self._driver.launch(*self._where(src), kernel, blocks, *arguments)
-        return [DeviceSums(places.tiles, self.stream(src.device), self.fetch)]
+        self._driver.launch(*where, kernel, blocks, *map(ctypes.c_void_p, at), ctypes.c_int64(n), places)
+        return [DeviceSums(tiles, self.stream(src.device), self.fetch)]
 
     def _where(self, tensor: Tensor) -> tuple[int, int]:
         """The number of the device, and the handle of the stream there."""

@@ -444,21 +444,14 @@ class Grid(NamedTuple):
         return Group(size, max(1, min(size, self.per_machine // stride)))
 
 
-class Sent(NamedTuple):
-    """Bytes that one rank sends to ranks of its machine, and to those of others."""
-
-    inside: float = 0.0
-    between: float = 0.0
-
-
-def sent_in_ring(group: Group, num_bytes: float) -> Sent:
-    """What becomes of ``num_bytes`` that each rank of a ring sends on. Of B bytes that all ranks are to have, each
-    sends ``num_bytes`` = B (size - 1) / size. Rings are laid so that each machine receives what it has not,
-    B (size - local) / size, once, through the network ports of its ``local`` ranks together, and hands it around
-    inside. As NCCL does with one port for each GPU.
+def sent_in_ring(group: Group, num_bytes: float) -> tuple[float, float]:
+    """Of ``num_bytes`` that each rank of a ring sends on, those to ranks of its machine, and those to others. Of B
+    bytes that all ranks are to have, each sends ``num_bytes`` = B (size - 1) / size. Rings are laid so that each
+    machine receives what it has not, B (size - local) / size, once, through the network ports of its ``local`` ranks
+    together, and hands it around inside. As NCCL does with one port for each GPU.
     """
     if group.local == group.size:
-        return Sent(num_bytes, 0.0)
+        return num_bytes, 0.0
     whole = num_bytes * group.size / (group.size - 1)
     between = whole * (group.size - group.local) / group.size / group.local
-    return Sent(whole * (group.local - 1) / group.local, between)
+    return whole * (group.local - 1) / group.local, between

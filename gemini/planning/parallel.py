@@ -341,8 +341,8 @@ def _sent(grid: Grid, stages: Sequence[StageOutcome]) -> dict[str, tuple[int, in
     """What the rank sends that sends most, by what for: bytes inside its machine, and to others."""
 
     def most_sent(group: Group, by_stage: Iterable[int]) -> tuple[int, int]:
-        sent = sent_in_ring(group, max(by_stage))
-        return round(sent.inside), round(sent.between)
+        inside, between = sent_in_ring(group, max(by_stage))
+        return round(inside), round(between)
 
     steps = [(stage.plan.accumulate, stage.plan.trace.moments) for stage in stages]
     shared = (

@@ -162,10 +162,6 @@ class Ranks:
         return self.wire.size
 
     @property
-    def num_replicas(self) -> int:
-        return self.replicas.size
-
-    @property
     def is_one_model(self) -> bool:
         """Whether all ranks of the job together have one model, of which it is known what each of them has."""
         return self.writers is self.job

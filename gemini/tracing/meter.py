@@ -302,14 +302,6 @@ def _with_all_heads(func: Any, args: Any) -> list[Any]:
     ]
 
 
-def _attention(args: Any) -> int:
-    return sdpa_flop_count(*args[:3])
-
-
-def _attention_backward(args: Any) -> int:
-    return sdpa_backward_flop_count(*args[:4])
-
-
 def _grouped(args: Any) -> int:
     """Rows of one operand times the other's: each row belongs to one group, whichever operand is cut into groups."""
     first, second = args[0], args[1]
@@ -329,8 +321,8 @@ _PRODUCTS: dict[Any, int] = {
 """At which argument the two matrices of a product begin."""
 
 _OURS: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda args: sdpa_flop_count(*args[:3]),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args: sdpa_backward_flop_count(*args[:4]),
     _aten._grouped_mm: _grouped,
 }
 

@@ -162,7 +162,7 @@ class World:
         for start in range(0, plane.numel, self.mover.tile):
             stop = min(start + self.mover.tile, plane.numel)
             staged = self.mover.scratch(0, plane.dtype, stop - start)
-            self.mover.store(plane, start, stop, staged.fill_(value))
+            self.mover.store([(plane, staged.fill_(value))], start, stop)
 
     def window_bytes(self, *indices: int) -> int:
         return sum(2 * self.sizes[i] * ALIGN for i in indices)

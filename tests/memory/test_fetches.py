@@ -227,7 +227,7 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     content = torch.arange(chunk.weights.numel) // 1000 % 200
     for start in range(0, chunk.weights.numel, tile):
         staged = world.mover.scratch(0, chunk.weights.dtype, tile)
-        world.mover.store(chunk.weights, start, start + tile, staged.copy_(content[start : start + tile]))
+        world.mover.store([(chunk.weights, staged.copy_(content[start : start + tile]))], start, start + tile)
     world.manager.acquire(chunk)
     made = list(copies(world))
     assert len(made) == 7 and [copy.is_complete() for copy in made] == [True] * 5 + [False] * 2

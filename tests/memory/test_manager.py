@@ -156,7 +156,7 @@ def test_what_is_the_windows_own_is_nobody_elses() -> None:
     assert not world.ledger.make_room(Tier.GPU, UNIT, WELCOME) and world.evicted == [], (
         "what is welcome gets none in any case"
     )
-    assert world.manager.room.left_beside(UNIT) == UNIT
+    assert world.ledger.left_beside_windows(Tier.GPU, UNIT) == UNIT
     assert world.ledger.make_room(Tier.GPU, UNIT)
     assert world.evicted == [0, 1] and world.room() == world.ledger.free(Tier.GPU) == UNIT == device.pieces.num_bytes
     world.manager.acquire(world.chunks[2])

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels.cuda import CudaKernels, NormWorkspace
+from gemini.kernels.cuda import CudaKernels
 from gemini.testing import StandinDevice
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -151,10 +151,8 @@ class EmulatedKernels(CudaKernels):
     def stream(self, device: torch.device) -> None:
         return None
 
-    def places(self, tensor: Tensor) -> NormWorkspace:
-        places = super().places(tensor)
-        places.tiles = places.tiles.as_subclass(OnDevice)
-        return places
+    def make_tiles(self, tensor: Tensor) -> Tensor:
+        return super().make_tiles(tensor).as_subclass(OnDevice)
 
     def clip_factor(self, many: Sequence[Sequence[Tensor]], max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C.DisableTorchFunctionSubclass():  # the norm is the program's, who may wait for it

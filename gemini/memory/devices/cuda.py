@@ -20,6 +20,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -179,10 +180,11 @@ class CudaDevice(Device):
             after.wait()  # of the host: nothing on the GPU could wait for it
         with self.lock, torch.cuda.device(self.torch_device):
             if stream not in self._copying:
-                self._copying[stream] = CopyStream(self.new_stream())
-            copying, on = self._copying[stream], self._copying[stream].stream
-            # Here, and not when copies end: nobody is told of that.
-            copying.let_go()
+                self._copying[stream] = CopyStream(self.new_stream(), deque())
+            on, in_flight = self._copying[stream]
+            # References to what was copied go here, and not when copies end: nobody is told of that.
+            while in_flight and in_flight[0][0].is_complete():
+                in_flight.popleft()
             # What is copied out may still be computed, and what is copied over may still be read.
             if behind_computing:
                 for computing in self.computing_streams():
@@ -207,7 +209,7 @@ class CudaDevice(Device):
                 elif tensor.is_cuda and not kept:
                     tensor.record_stream(on)
             # The engines read and write host memory after this returns; nothing but these references keeps it there.
-            copying.in_flight.append((event, [tensor for tensor in (into, source) if not tensor.is_cuda]))
+            in_flight.append((event, [tensor for tensor in (into, source) if not tensor.is_cuda]))
         return event
 
     def mark(self) -> Event:

@@ -36,7 +36,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -127,18 +127,12 @@ class CudaEvent(Event):
         raise AssertionError("the GPU says when its work is over")
 
 
-class CopyStream:
+class CopyStream(NamedTuple):
     """One copy stream. Changed under the lock of its device."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-        # Host memory of copies under way: the GPU's engines use it and hold no reference.
-        self.in_flight: deque[tuple[CudaEvent, list[torch.Tensor]]] = deque()
-
-    def let_go(self) -> None:
-        """Drop the references to tensors whose copies are over: a stream ends them in the order of their beginning."""
-        while self.in_flight and self.in_flight[0][0].is_complete():
-            self.in_flight.popleft()
+    stream: torch.cuda.Stream
+    in_flight: deque[tuple[CudaEvent, list[torch.Tensor]]]
+    """Host memory of copies under way, in their order: the GPU's engines use it and hold no reference."""
 
 
 class LastUses:

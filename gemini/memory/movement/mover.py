@@ -271,12 +271,7 @@ class Mover:
             plane.load(start, stop, into)
         return into
 
-    def store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> None:
-        """Overwrite a plane's range from the host tensor ``source``."""
-        with self.crossing(Tier.CPU, plane.tier, source.nbytes):
-            plane.store(start, stop, source)
-
-    def store_all(self, parts: Parts, start: int, stop: int) -> None:
+    def store(self, parts: Parts, start: int, stop: int) -> None:
         """Overwrite the same range of these planes from host tensors; a file is asked once."""
         for tier, num_bytes, own in by_home(parts):
             with self.crossing(Tier.CPU, tier, num_bytes):

@@ -304,10 +304,6 @@ class Room:
                 found.append(Candidate(c.spec.index, c.window.num_bytes, c.last_use, done, c.arrived, next_use, kept))
         return found
 
-    def left_beside(self, working_set: int) -> int:
-        """Bytes that something else can have for good, where windows need ``working_set``."""
-        return self.ledger.gatherable(self.tier) - self.ledger.working_set(self.tier, working_set)
-
     def wanted_by_others(self) -> int:
         """Bytes that windows of models of the same budget will take of it before this one computes again."""
         return self.ledger.wanted_by_others(self.tier)

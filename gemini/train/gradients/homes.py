@@ -35,7 +35,7 @@ class GradientHomes:
         """``working_set``: bytes of the computing tier that a step takes beside planes, which sums must leave free."""
         self._handles, self._working_set = handles, working_set
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
-        self._manager, self._files, self._transfers = store.manager, store.files, store.transfers
+        self._files, self._transfers = store.files, store.transfers
 
     def _await_landings(self) -> None:
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
@@ -88,7 +88,7 @@ class GradientHomes:
                 homes = {kind: chunk.planes[kind] for kind in GRADS if kind in chunk.planes}
                 is_away = any(plane.tier is not self._device.tier for plane in homes.values())
                 num_bytes = sum(plane.num_bytes for plane in homes.values())
-                if is_away and num_bytes <= self._manager.room.left_beside(needed):
+                if is_away and num_bytes <= self._ledger.left_beside_windows(self._device.tier, needed):
                     self._bring(chunk, homes, moved)
             yield
         finally:
@@ -151,7 +151,7 @@ class GradientHomes:
                 # Before the sums: those that stay here may take the room of the staging that the others need.
                 num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
                 is_away = any(chunk.planes[GRAD].tier is not here for chunk in narrow)
-                if is_away or num_bytes > self._manager.room.left_beside(self._working_set):
+                if is_away or num_bytes > self._ledger.left_beside_windows(self._device.tier, self._working_set):
                     has_reserved = staging.reserve()
                 for chunk in narrow:
                     tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
@@ -188,7 +188,9 @@ class GradientHomes:
             if tier not in self._ledger.tiers:
                 continue
             try:
-                free = self._manager.room.left_beside(self._working_set) if tier is self._device.tier else num_bytes
+                free = num_bytes
+                if tier is self._device.tier:
+                    free = self._ledger.left_beside_windows(tier, self._working_set)
                 # Else there were no room to gather weights, and the step would break off in its middle.
                 if num_bytes > free:
                     raise BudgetExceeded(
@@ -218,7 +220,7 @@ class GradientHomes:
                 wide.copy_(narrow)
             else:
                 wide = self._mover.scratch(2, torch.float32, stop - start)
-                self._mover.store(new, start, stop, wide.copy_(narrow))
+                self._mover.store([(new, wide.copy_(narrow))], start, stop)
 
 
 def adds_up(chunk: Chunk) -> bool:

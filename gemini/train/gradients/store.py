@@ -406,7 +406,7 @@ class GradientStore:
         sums = _keep(parts[0], parts[1] if len(parts) > 1 else None, incoming, adding)
         for plane, end, target in staged:
             # Waited for: the area is used again by the next tile.
-            self._mover.store(plane, base + start, end, target)
+            self._mover.store([(plane, target)], base + start, end)
         # Last: after an error it is still in the list, and waited for with the others.
         coming.popleft()
         return sums
@@ -442,7 +442,7 @@ class GradientStore:
             sums += _scaled([tile[: stop - start] for tile, _ in own], handle.clip, self._mover)
             for plane, end, (tile, is_staged) in zip(planes, ends, own, strict=True):
                 if is_staged:
-                    self._mover.store(plane, part.start + start, end, tile)
+                    self._mover.store([(plane, tile)], part.start + start, end)
         handle.norm_sums, handle.clip, handle.clip_folded = sums, 1.0, 1.0
 
     def start_over(self, *, alone: bool) -> None:

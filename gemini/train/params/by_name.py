@@ -451,4 +451,4 @@ def store_tile(mover: Mover, parts: Parts, start: int, stop: int) -> None:
         whole[: items.numel()].copy_(items)
         staged.setdefault(end, []).append((plane, whole))
     for end, own in staged.items():
-        mover.store_all(own, start, end)
+        mover.store(own, start, end)

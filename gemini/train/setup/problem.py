@@ -322,7 +322,7 @@ class _Chooser:
             activations=_declared_activations(trace, config),
             offload_activations=offload_activations,
             ranks=ranks.size,
-            replicas=ranks.num_replicas,
+            replicas=ranks.replicas.size,
             reduce_itemsize=reduce_dtype(config).itemsize,
             max_chunk=config.max_chunk,
             overlap=overlap,

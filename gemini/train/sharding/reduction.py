@@ -125,7 +125,7 @@ class Reduction(GradientSink):
         # the bytes that all of them may take.
         self._whole: dict[int, _WholeGradient] = {}
         self._dtype = dtype
-        self._scale = 1.0 / (self._ranks.size * self._ranks.num_replicas)
+        self._scale = 1.0 / (self._ranks.size * self._ranks.replicas.size)
         self._room = room
         # Windows of gradients that were reduced, without memory, by their bytes.
         self._spare: dict[int, list[Window]] = {}
@@ -147,7 +147,7 @@ class Reduction(GradientSink):
         self._plan = (-1, 0)
 
         # The step under way, as far as the ranks have told each other.
-        self.has_replicas = self._ranks.num_replicas > 1
+        self.has_replicas = self._ranks.replicas.size > 1
         self.is_done = False
         """Whether gradients are the same thing on every rank: every rank knows their norms."""
         self._clippings: list[str] = []
@@ -671,7 +671,7 @@ class Reduction(GradientSink):
                 tile[max(handle.part.start - start, 0) : max(handle.part.stop - start, 0)].zero_()
             across.all_reduce(Tag.ALL_REDUCE, tile, scratch, f"the all-reduce of {chunk.name}")
             if is_staged:
-                self._mover.store(plane, start, stop, tile)
+                self._mover.store([(plane, tile)], start, stop)
             for handle in handles:
                 first, last = max(handle.part.start, start), min(handle.part.stop, stop)
                 if first < last:
@@ -683,6 +683,6 @@ class Reduction(GradientSink):
                 tile, is_staged = self._mover.host_tile(1, error, start, stop)
                 tile.zero_()
                 if is_staged:
-                    self._mover.store(error, start, stop, tile)
+                    self._mover.store([(error, tile)], start, stop)
         for handle in handles:
             handle.norm_sums = sums[handle.name]

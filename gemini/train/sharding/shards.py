@@ -123,7 +123,7 @@ class Shards(Company):
     ):
         super().__init__(ranks, store.mover)
         self.params = params
-        across = 0 if ranks.num_replicas == 1 else replica_scratch_bytes(ranks.size, exchange)
+        across = 0 if ranks.replicas.size == 1 else replica_scratch_bytes(ranks.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         kind = Channel if ranks.wire.library is None else LibraryChannel
         self.num_exchanges = 0
@@ -269,7 +269,7 @@ class Shards(Company):
     def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
         """Raises RankMismatch, on every rank, if those of some replica, or the replicas, want other things."""
         row = self.meet(point, detail)
-        if self.ranks.num_replicas == 1:
+        if self.ranks.replicas.size == 1:
             return [row]
         said = self._tell_replicas(point, *row)
         if any(other[0] != point for other in said):

@@ -415,15 +415,15 @@ def refuse_unsuited(config: GeminiConfig, ranks: Ranks, *, is_cut: bool, in_stag
     """Refuse settings that cannot be kept over replicas or slices of a model. ``is_cut``: this rank has slices of its
     params. ``in_stages``: the model is that of a :class:`gemini.Pipeline` over ranks.
     """
-    if ranks.num_replicas > 1 and ranks.experts.size == 1 and config.gradients == "transient":
+    if ranks.replicas.size > 1 and ranks.experts.size == 1 and config.gradients == "transient":
         raise ValueError(
             'gradients="transient" updates inside backward, before the gradients of the replicas are added up: '
             'with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
-    if config.memory.durable and (ranks.num_replicas > 1 or ranks.slice_):
+    if config.memory.durable and (ranks.replicas.size > 1 or ranks.slice_):
         raise ValueError(
             f"MemoryBudget(durable=True) is for ranks that divide one model, and this mesh has "
-            f"{'replicas' if ranks.num_replicas > 1 else 'slices'} of it, each with a "
+            f"{'replicas' if ranks.replicas.size > 1 else 'slices'} of it, each with a "
             "store of its own. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
         )
     if ranks.slice_ and config.precision == "fp16" and not ranks.is_one_model:
