@@ -11,10 +11,10 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -180,40 +180,16 @@ class CudaKernels:
         grad_scale: Tensor | None,
         stop: Tensor | None,
     ) -> None:
-        """One update of all segments in one launch (of 44 each, and one for each rule in turn)."""
+        """One update of all segments, in one launch (of 44 each, and one for each rule in turn)."""
         is_aligned = not any(address % 16 for address in (at.weights, at.residual, at.grad, *at.states))
         split = "" if is_compact else f"{_cpp(at.residual != 0)}, "
-        arguments = f"{_DTYPES[arrays.grad.dtype]}, {split}{_cpp(is_aligned)}"
-        states = (*at.states, *(0,) * (4 - len(at.states)))
-        scales = (*at.scales, *(0,) * (4 - len(at.scales)))
-        given = at.weights, at.residual, at.grad, len(at.states), *states, *scales, _address(grad_scale), _address(stop)
+        of_arrays = f"{_DTYPES[arrays.grad.dtype]}, {split}{_cpp(is_aligned)}"
+        states, scales = ((*given, *(0,) * (4 - len(given))) for given in (at.states, at.scales))
+        head = at.weights, at.residual, at.grad, len(at.states), *states, *scales, _address(grad_scale), _address(stop)
         where, name = self._where(arrays.weights), "compact" if is_compact else "update"
-        parts: list[bytes] = []
-        dithers: list[int] = []
-        blocks = [0]
-        rule = ""
-
-        def launch() -> None:
-            launched = _launch(given, parts, dithers, blocks)
-            kernel = f"{name}_kernel<gemini::{rule}, {arguments}>"
-            self._driver.launch(*where, kernel, blocks[-1], launched)
-            # For the next one, which begins with its first block.
-            del parts[:], dithers[:], blocks[1:]
-
-        for segment in segments:
-            begin, end = segment.begin, segment.end
-            if end <= begin:
-                continue
-            of, scalars = _packed(segment.scalars)
-            if parts and (of != rule or len(dithers) == _MOST_SEGMENTS):
-                launch()
-            rule = of
-            parts += _BOUNDS.pack(begin, end), scalars
-            dithers.append(segment.dither if is_compact else 0)
-            # Rounded up, from the multiple of a thread's elements that the first block begins with.
-            blocks.append(blocks[-1] - (begin // _PER_THREAD * _PER_THREAD - end) // _PER_BLOCK)
-        if parts:
-            launch()
+        for batch in _batches(segments, is_compact):
+            kernel = f"{name}_kernel<gemini::{batch.rule}, {of_arrays}>"
+            self._driver.launch(*where, kernel, batch.first_blocks[-1], batch.packed(head))
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         self._each("split_kernel", master, hi, lo)
@@ -317,16 +293,45 @@ def _packed(scalars: tuple[Any, ...]) -> tuple[str, bytes]:
     return _RULES.get(rule) or "".join(map(str.capitalize, rule.split("_"))), packed + bytes(-len(packed) % 8)
 
 
-def _launch(given: Sequence[int], parts: Sequence[bytes], dithers: Sequence[int], blocks: Sequence[int]) -> Any:
-    """Launch of csrc/cuda/update_body.cuh."""
-    count = len(dithers)
-    missing = _MOST_SEGMENTS - count
-    whole = b"".join(
-        (
-            _HEAD.pack(*given, count),
-            *parts,
-            bytes(missing * (_BOUNDS.size + len(parts[1]))),
-            struct.pack(f"<{count}I{4 * missing}x{count + 1}q{8 * missing}x", *dithers, *blocks),
+class _Batch(NamedTuple):
+    """Segments of one launch: of ``rule``, a struct of csrc/rules.h, with bounds and scalars of each in ``parts``."""
+
+    rule: str
+    parts: list[bytes]
+    dithers: list[int]
+    first_blocks: list[int]
+    """Of each segment, and behind the last one the number of all blocks."""
+
+    def packed(self, head: Sequence[int]) -> Any:
+        """Launch of csrc/cuda/update_body.cuh, which begins with ``head`` and a count."""
+        count = len(self.dithers)
+        missing = _MOST_SEGMENTS - count
+        whole = b"".join(
+            (
+                _HEAD.pack(*head, count),
+                *self.parts,
+                bytes(missing * (_BOUNDS.size + len(self.parts[1]))),
+                struct.pack(f"<{count}I{4 * missing}x{count + 1}q{8 * missing}x", *self.dithers, *self.first_blocks),
+            )
         )
-    )
-    return (ctypes.c_char * len(whole)).from_buffer_copy(whole)
+        return (ctypes.c_char * len(whole)).from_buffer_copy(whole)
+
+
+def _batches(segments: Sequence[Segment], is_compact: bool) -> Iterator[_Batch]:
+    """Cut an update into launches: a kernel is compiled for one rule, and has room for so many segments."""
+    batch = _Batch("", [], [], [0])
+    for segment in segments:
+        if segment.end == segment.begin:
+            continue
+        rule, scalars = _packed(segment.scalars)
+        if rule != batch.rule or len(batch.dithers) == _MOST_SEGMENTS:
+            if batch.parts:
+                yield batch
+            batch = _Batch(rule, [], [], [0])
+        batch.parts.extend((_BOUNDS.pack(segment.begin, segment.end), scalars))
+        batch.dithers.append(segment.dither if is_compact else 0)
+        # A block's threads take whole vectors of elements, so the first one begins at a multiple of these.
+        covered = segment.end - segment.begin // _PER_THREAD * _PER_THREAD
+        batch.first_blocks.append(batch.first_blocks[-1] + -(-covered // _PER_BLOCK))
+    if batch.parts:
+        yield batch

@@ -269,7 +269,7 @@ class _FakeStep(NamedTuple):
             ContextParallel(fake, ImaginedExchange(number, sent), attention, slices).put()
         if self.precision != "fp32":
             inputs = cast_floats(inputs, COMPUTE_DTYPES[self.precision], but=TARGETS)
-            cast_where_they_meet(fake, kept, COMPUTE_DTYPES[self.precision])
+            cast_where_they_meet(fake, kept, COMPUTE_DTYPES[self.precision], [])
         found = trace_of_step(
             fake,
             self._run(fake, inputs, mode, sent),

@@ -234,6 +234,24 @@ def test_whole_blocks_are_left_as_they_were() -> None:
     assert num_interrupted > 100, "each of them takes effect, once"
 
 
+@pytest.mark.parametrize("name", ["register_forward_pre_hook", "register_forward_hook"])
+def test_no_hook_stays_with_a_model_that_was_not_wrapped(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C whenever a hook is registered and nobody has noted it yet."""
+    model, config = Blocks(), make_config(Blocks(), "ram", tmp_path)
+    for number in itertools.count(1):
+        with monkeypatch.context() as patch:
+            at_call(patch, nn.Module, name, number, after=True)
+            try:
+                gemini.GeminiDDP(model, config)
+            except KeyboardInterrupt:
+                assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), number
+            else:
+                break
+    assert number > 3 + 1 + 3, "tried on all layers, then registered on the root and on all layers"
+
+
 # ---- the harness -----------------------------------------------------------------------------------------------------
 
 

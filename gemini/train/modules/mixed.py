@@ -175,40 +175,48 @@ def _before_forward(module: nn.Module, name: str, dtype: torch.dtype) -> Any:
 # ---- where they meet ------------------------------------------------------------------------------------------------
 
 
-def cast_where_they_meet(model: nn.Module | Structure, kept: Mapping[int, str], dtype: torch.dtype) -> list[Any]:
-    """Hook what has to be cast inside of a model, whose other params are of ``dtype``; returns the hooks. Where parts
-    were named, all others take what these give, as modules under FSDP2's policy do.
+def cast_where_they_meet(
+    model: nn.Module | Structure, kept: Mapping[int, str], dtype: torch.dtype, hooks: list[Any]
+) -> None:
+    """Hook what has to be cast inside of a model, whose other params are of ``dtype``; each hook is noted in ``hooks``
+    at once. Where parts were named, all others take what these give, as modules under FSDP2's policy do.
     """
-    hooks: list[Any] = []
     if dtype is torch.float32:
-        return hooks  # all is of one dtype, and what is given another is a mistake of the model's own
+        return  # all is of one dtype, and what is given another is a mistake of the model's own
     structure = structure_of(model)
+    casts_itself = _inside_of_casting(structure)
+    # After a named part in fp32 whatever reads its outputs is given fp32.
     is_told = NAMED in kept.values()
-    # Models of transformers cast what they make; in compiled code a hook of ours would be a break of the graph.
-    casting = {
-        id(m)
-        for _, whole in structure.modules
-        # By name: transformers need not be installed.
-        if id(whole) in structure.compiled or any(c.__name__ == "PreTrainedModel" for c in type(whole).__mro__)
-        for m in whole.modules()
-    }
     for _, module in structure.modules:
         made = [(list(original), put) for original, put in _parametrized(module)]
         held = (*module._parameters.values(), *(param for original, _ in made for param in original))
         own = [param for param in held if param is not None]
-        by_itself = isinstance(module, _NormBase) or not _has_statistics(module)  # torch's take any dtype beside fp32
-        if any(kept.get(id(param)) == NAMED for param in own) or not by_itself:
-            hooks += [] if isinstance(module, parametrize.ParametrizationList) else _in_fp32(module, dtype)
+        # Those of torch's norms that have statistics take inputs of any dtype.
+        is_fp32 = _has_statistics(module) and not isinstance(module, _NormBase)
+        if is_fp32 or any(kept.get(id(param)) == NAMED for param in own):
+            if not isinstance(module, parametrize.ParametrizationList):  # else the module around it is hooked
+                _compute_in_fp32(module, dtype, hooks)
             continue
-        hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
-        if module is structure.model or not own or any(id(param) in kept for param in own):
-            continue
-        # After a named part in fp32 whatever reads its outputs is given fp32.
-        if is_told:
+        hooks.extend(put(dtype) for original, put in made if any(id(param) in kept for param in original))
+        # The root has a hook of its own for its inputs.
+        is_plain = bool(own) and module is not structure.model and not any(id(param) in kept for param in own)
+        if is_plain and is_told:
             hooks.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
-        elif isinstance(module, _OF_ONE_DTYPE) and id(module) not in casting:
+        elif is_plain and isinstance(module, _OF_ONE_DTYPE) and id(module) not in casts_itself:
             hooks.append(module.register_forward_pre_hook(_as_weights(dtype), with_kwargs=True))
-    return hooks
+
+
+def _inside_of_casting(structure: Structure) -> set[int]:
+    """Find the modules, by id, inside of transformers' models, which cast what they make, or of compiled code, where a
+    hook of ours would be a break of the graph.
+    """
+    casting = [
+        whole
+        for _, whole in structure.modules
+        # By name: transformers need not be installed.
+        if id(whole) in structure.compiled or any(c.__name__ == "PreTrainedModel" for c in type(whole).__mro__)
+    ]
+    return {id(module) for whole in casting for module in whole.modules()}
 
 
 def _as_weights(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
@@ -226,7 +234,7 @@ def _as_weights(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     return before
 
 
-def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
+def _compute_in_fp32(module: nn.Module, dtype: torch.dtype, hooks: list[Any]) -> None:
     """Let ``module`` compute in fp32 whatever it is given; norms and embeddings hand on what the rest computes in."""
     # By thread, since several may evaluate: whether its last call's inputs were cast. A recomputed one may not end.
     was_cast: dict[int, bool] = {}
@@ -242,11 +250,10 @@ def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
         casts = was_cast.get(threading.get_ident(), False)
         return cast_floats(output, dtype) if casts or is_embedding else None
 
-    hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
     is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
     if isinstance(module, _BACK) or is_norm or _has_statistics(module):
         hooks.append(module.register_forward_hook(after))
-    return hooks
 
 
 def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> Any:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.patches import replaced
 from gemini.train.modules import changing
@@ -67,8 +68,10 @@ def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
     changing.watch(module for _, module in structure.modules)
     # Updates may be under way where steps overlap. The root's hooks come first in `hooks`: see NUM_ROOT_HOOKS.
     waits = _chunks_to_await(structure) if passes.config.overlap else {}
-    _attach_root(structure, passes, hooks, waits.get("", ()))
-    _attach_parts(structure, passes, hooks, waits)
+    # A hook that an interrupt leaves registered and not noted would stay with the model for good.
+    with WHOLE:
+        _attach_root(structure, passes, hooks, waits.get("", ()))
+        _attach_parts(structure, passes, hooks, waits)
 
 
 def _attach_parts(structure: Structure, passes: Passes, hooks: list[Any], waits: Mapping[str, Chunks]) -> None:
@@ -110,7 +113,7 @@ def _attach_parts(structure: Structure, passes: Passes, hooks: list[Any], waits:
 def _attach_casts(structure: Structure, passes: Passes, hooks: list[Any], dtype: torch.dtype) -> None:
     ref, model = weakref.ref(passes), structure.model
     kept = {key: passes.decision.kept.get(key, MADE) for key in passes.params.in_fp32}
-    hooks += cast_where_they_meet(structure, kept, dtype)
+    cast_where_they_meet(structure, kept, dtype, hooks)
     for path, module in structure.modules:
         # A named part may be called like the root: an encoder, by generate().
         is_named = ENTRANCE.fullmatch(path) and not path.rpartition(".")[2].isdigit() and module is not model
@@ -267,11 +270,12 @@ def follow_compiled(model: nn.Module, passes: Passes) -> None:
     structure = Structure(model)  # what is read as a whole has changed
     # Before a hook is removed: what is refused here leaves the model as it was hooked.
     refuse_compiled_whole(structure)
-    hooks = model.__dict__["_gemini_hooks"]
-    for hook in hooks[NUM_ROOT_HOOKS:]:
-        hook.remove()
-    del hooks[NUM_ROOT_HOOKS:]
-    _attach_parts(structure, passes, hooks, _chunks_to_await(structure) if passes.config.overlap else {})
+    hooks, waits = model.__dict__["_gemini_hooks"], _chunks_to_await(structure) if passes.config.overlap else {}
+    with WHOLE:  # as in :func:`attach`
+        for hook in hooks[NUM_ROOT_HOOKS:]:
+            hook.remove()
+        del hooks[NUM_ROOT_HOOKS:]
+        _attach_parts(structure, passes, hooks, waits)
 
 
 def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gemini.interrupts import WHOLE
 from gemini.train.modules.codes import WHAT_WORKS, is_coded, is_of_library
 from gemini.train.modules.reading import Structure, own_buffers
 from gemini.train.params.handle import handles_of
@@ -60,9 +61,10 @@ def _check_module(path: str, module: nn.Module, *, has_params: bool) -> None:
         )
     if has_params:
         try:
-            # Tried, since a class may refuse hooks in any way of its own.
-            module.register_forward_pre_hook(lambda *_: None).remove()
-            module.register_forward_hook(lambda *_: None).remove()
+            # Tried, since a class may refuse hooks in any way of its own; an interrupt must leave none.
+            with WHOLE:
+                module.register_forward_pre_hook(lambda *_: None).remove()
+                module.register_forward_hook(lambda *_: None).remove()
         except Exception as e:
             raise TypeError(
                 f"{where} ({type(module).__name__}) takes no forward hooks ({e}): its weights come and go around its "
