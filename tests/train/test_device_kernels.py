@@ -6,6 +6,7 @@ before they were fetched, and each fetch, where a GPU would make the host wait, 
 """
 
 import shutil
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
+from gemini.train.params.handle import handles_of
 from tests import models
 from tests.native.emulated_cuda import EmulatedGpu, EmulatedKernels, emulate
 from tests.train import test_update_rules as update_rules
@@ -238,6 +240,20 @@ def test_a_look_that_is_interrupted_is_made_again(tmp_path: Path, monkeypatch: p
         model.memory_report()
     optimizer.zero_grad()
     assert_same_snapshot(snapshot(model), before)
+
+
+def test_a_look_that_has_told_nobody_yet_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, batch = EmulatedGpu(), models.make_batches(1, 1)[0][0]
+    emulate(monkeypatch, gpu)
+    model, optimizer = wrap(How(), gpu, tmp_path)
+    world = world_of(model)
+    spoil(model, batch, float("nan"))
+    optimizer.step()
+    forget = world.updates.unseen.forget
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, NonFiniteGradient)):
+        patch.setattr(world.updates.unseen, "forget", lambda: (forget(), signal.raise_signal(signal.SIGINT)))
+        model.memory_report()
+    assert {handle.num_steps for handle in handles_of(model.parameters())} == {0}, "no step was made"
 
 
 @pytest.mark.parametrize("gradients", ["transient", "retain"])

@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple, NoReturn, cast
 
 import torch
 
@@ -533,36 +533,40 @@ class DeferredFiniteChecks:
         the first param; what was updated and what was not it says.
         """
         try:
-            used = [one for one in self._used if not one.is_good()]
-            found = iter(kernels.totals([sums for one in used for sums in one.sums.values()]))
+            stopped = self._stopped()
         except Exception:  # told once; what a Ctrl-C breaks off is looked at again
             self.forget()
             raise
-        num_chunks = self.num_chunks
-        self.forget()
-        bad: list[ParamHandle] = []
-        num_stopped = 0
-        for one in used:
-            own = [handle for handle in one.sums if not math.isfinite(next(found))]
-            if own:
-                num_stopped += 1
+        with WHOLE:  # else an interrupt would leave steps counted that were not made, and nobody told
+            num_updated = self.num_chunks - len(stopped)
+            self.forget()
+            for one, _ in stopped:
                 for handle in one.handles:
-                    # The device did not update it, so the step that was counted when it was handed over was none.
+                    # The step was counted when its update was handed over, and the device did not make it.
                     handle.num_steps -= 1
-            bad += own
-        if not bad:
-            return
+            if stopped:
+                self._refuse([handle for _, bad in stopped for handle in bad], num_updated)
+
+    def _stopped(self) -> list[tuple[_Used, list[ParamHandle]]]:
+        """Find what the device did not update, each with the params whose gradients are not finite."""
+        used = [one for one in self._used if not one.is_good()]
+        found = iter(kernels.totals([sums for one in used for sums in one.sums.values()]))
+        bad = [[handle for handle in one.sums if not math.isfinite(next(found))] for one in used]
+        return [pair for pair in zip(used, bad, strict=True) if pair[1]]
+
+    def _refuse(self, bad: list[ParamHandle], num_updated: int) -> NoReturn:
+        """Raise NonFiniteGradient. ``num_updated``: chunks of the same backward, or steps, that were updated."""
         problem = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
         # Nothing changed anywhere: the step can be dropped. With other ranks nobody knows what theirs did.
-        if num_stopped == num_chunks and self._alone:
+        if num_updated == 0 and self._alone:
             self._state.updated_in_backward = False
             raise NonFiniteGradient(
                 f"{problem} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
                 "the cause (learning rate, data)"
             )
         error = NonFiniteGradient(
-            f"{problem} Their chunks were not updated, but {num_chunks - num_stopped} others of this rank were in this "
-            "backward: resume from a checkpoint"
+            f"{problem} Their chunks were not updated, but {num_updated} others of this rank were in this backward: "
+            "resume from a checkpoint"
         )
         self._state.mark_corrupted(error)
         raise error
