@@ -86,29 +86,35 @@ def manage(
         cuts = cuts_in(model) if whole is None else whole.by_param(model)
         # Before anything is planned: what is computed in tiles is gathered together.
         if config.tile_tokens not in (None, "auto"):
-            changes.append(_to_call(tile_tokens(model, config.tile_tokens).take_away))
+            with WHOLE:
+                changes.append(_to_call(tile_tokens(model, config.tile_tokens).take_away))
             # What was walked before has not seen that tiled parts are read as a whole.
             structure = None
         structure = structure or Structure(model)
         ranks = {"process_group": process_group, "mesh": mesh, "of_stages": of_stages}
         with joining(config.memory):
             engine = Engine(structure, config, is_filled=is_filled, cuts=cuts, **ranks)
+            if whole is not None:
+                changes.append(_to_call(whole.take_away))
+            changes.append(_to_call(engine.adoption.give_back))
             model = engine.take_home(model, fill)
-        moved = _put_on(model, structure, engine, whole, changes)
-        # Last: until here the model is an ordinary one to everybody, errors included.
-        original = type(model)
-        changes.append(lambda model: setattr(model, "__class__", original))
-        model.__class__ = managed_class(original)  # type: ignore[assignment]
+        with WHOLE:  # short from here on, of many changes
+            moved = _put_on(model, structure, engine, whole, changes)
+            # Last: until here the model is an ordinary one to everybody, errors included.
+            original = type(model)
+            changes.append(lambda model: setattr(model, "__class__", original))
+            model.__class__ = managed_class(original)  # type: ignore[assignment]
+            # The model is whole: what it was before is let go of.
+            # From here on undoing gives the values of then, not those of before: old values free their memory.
+            engine.adoption.keep()
+            moved.keep()
+            if whole is not None:
+                whole.keep()
+            model.__dict__["_gemini_changes"] = changes
     except BaseException:
-        changes.undo(model)
+        if "_gemini_changes" not in model.__dict__:  # else an interrupt has waited for all of it
+            changes.undo(model)
         raise
-    # The model is whole: what it was before is let go of.
-    # From here on undoing gives the values of then, not those of before: old values free their memory.
-    engine.adoption.keep()
-    moved.keep()
-    if whole is not None:
-        whole.keep()
-    model.__dict__["_gemini_changes"] = changes
     # Optimizers made before the wrap (with plain states) move their states into chunks.
     for optimizer in owners_of(engine.params.handles):
         optimizer.adopt_plain_states()
@@ -123,11 +129,10 @@ def _put_on(
     """
     structure = planned
     if whole is not None:
-        changes.append(_to_call(whole.take_away))
         whole.put_on(model, engine.ranks)
         engine.adoption.becomes_whole = whole.comes_back
     model.__dict__["_gemini_engine"] = engine
-    changes.append(_take_from_engine)
+    changes.append(lambda model: model.__dict__.pop("_gemini_engine", None))
     # With `fill` another module may have come, and "auto" has chosen its tile only now.
     tokens = engine.decision.tile_tokens
     if model is not planned.model or (tokens is not None and engine.config.tile_tokens == "auto"):
@@ -226,15 +231,6 @@ def unmanage(model: nn.Module, what: str) -> None:
 
 def _to_call(undo: Callable[[], None]) -> Undo:
     return lambda model: undo()
-
-
-def _take_from_engine(model: nn.Module) -> None:
-    """Make the params of the model its own again, and let go of its engine."""
-    try:
-        engine_of(model).adoption.give_back()
-    # Also if giving back fails: the engine then closes itself, and what it holds is freed.
-    finally:
-        del model.__dict__["_gemini_engine"]
 
 
 def _unhook(model: nn.Module) -> None:

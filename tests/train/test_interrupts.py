@@ -36,7 +36,8 @@ from tests.train.helpers import (
 )
 from tests.train.interrupted import OPERATIONS, World, make_trials
 from tests.train.moments import Moment, held_locks, interrupt_at, moments_of
-from tests.world import world_of
+from tests.train.test_wrappable import looks
+from tests.world import is_managed, world_of
 
 
 @pytest.fixture(autouse=True)
@@ -234,22 +235,32 @@ def test_whole_blocks_are_left_as_they_were() -> None:
     assert num_interrupted > 100, "each of them takes effect, once"
 
 
-@pytest.mark.parametrize("name", ["register_forward_pre_hook", "register_forward_hook"])
-def test_no_hook_stays_with_a_model_that_was_not_wrapped(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C whenever a hook is registered and nobody has noted it yet."""
-    model, config = Blocks(), make_config(Blocks(), "ram", tmp_path)
-    for number in itertools.count(1):
-        with monkeypatch.context() as patch:
-            at_call(patch, nn.Module, name, number, after=True)
-            try:
-                gemini.GeminiDDP(model, config)
-            except KeyboardInterrupt:
-                assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), number
-            else:
-                break
-    assert number > 3 + 1 + 3, "tried on all layers, then registered on the root and on all layers"
+@pytest.mark.parametrize("every", [50, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_wrap_is_whole_or_leaves_the_model_as_it_was(every: int, tmp_path: Path) -> None:
+    """With params that go home, tiles, buffers, casts and hooks."""
+    config = dataclasses.replace(make_config(llama(), "ram", tmp_path), tile_tokens=16)
+
+    def manage() -> None:
+        gemini.GeminiDDP(model, config)
+
+    model = llama()
+    manage()  # what is done once in a process
+    model = llama()
+    outcomes = []
+    for moment in moments_of(manage)[::every]:
+        model = llama()
+        before, values = looks(model), [param.detach().clone() for param in model.parameters()]
+        try:
+            interrupt_at(moment, manage)
+        except KeyboardInterrupt:
+            outcomes.append(is_managed(model))
+        if is_managed(model):
+            gemini.release(model)
+            assert not any({"forward", "_gemini_engine"} & vars(m).keys() for m in model.modules()), moment
+        else:
+            assert looks(model) == before, moment
+            assert all(map(torch.equal, model.parameters(), values)), moment
+    assert len(outcomes) > 50 and False in outcomes
 
 
 # ---- the harness -----------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def config(folder: Path, **how: Any) -> gemini.GeminiConfig:
 def looks(model: nn.Module) -> Any:
     """All of a model that a wrap would change."""
     return (
-        type(model), set(vars(model)),
+        type(model), [set(vars(m)) for m in model.modules()],
         [(name, id(p), id(p.grad) if p.is_leaf else 0, type(p), p.dtype, "_gemini" in vars(p),
           len(getattr(p, "_post_accumulate_grad_hooks", 0) or ()))
          for name, p in model.named_parameters()],

@@ -68,10 +68,8 @@ def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
     changing.watch(module for _, module in structure.modules)
     # Updates may be under way where steps overlap. The root's hooks come first in `hooks`: see NUM_ROOT_HOOKS.
     waits = _chunks_to_await(structure) if passes.config.overlap else {}
-    # A hook that an interrupt leaves registered and not noted would stay with the model for good.
-    with WHOLE:
-        _attach_root(structure, passes, hooks, waits.get("", ()))
-        _attach_parts(structure, passes, hooks, waits)
+    _attach_root(structure, passes, hooks, waits.get("", ()))
+    _attach_parts(structure, passes, hooks, waits)
 
 
 def _attach_parts(structure: Structure, passes: Passes, hooks: list[Any], waits: Mapping[str, Chunks]) -> None:
@@ -271,7 +269,7 @@ def follow_compiled(model: nn.Module, passes: Passes) -> None:
     # Before a hook is removed: what is refused here leaves the model as it was hooked.
     refuse_compiled_whole(structure)
     hooks, waits = model.__dict__["_gemini_hooks"], _chunks_to_await(structure) if passes.config.overlap else {}
-    with WHOLE:  # as in :func:`attach`
+    with WHOLE:  # a hook that is registered and not noted would stay for good
         for hook in hooks[NUM_ROOT_HOOKS:]:
             hook.remove()
         del hooks[NUM_ROOT_HOOKS:]

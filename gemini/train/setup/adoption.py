@@ -9,7 +9,7 @@ import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
-from gemini.interrupts import call_without_grad
+from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.chunks.chunk import Chunk, make_plane
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RuleSpec, factor_bytes, plane_specs, precision_of
@@ -18,7 +18,7 @@ from gemini.train.activations.store import ActivationStore
 from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.params.by_name import ByName, owner_of
 from gemini.train.params.exposure import Exposure, poison
-from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings, make_factors, owners
+from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings, handle_of, make_factors, owners
 
 
 class Adoption:
@@ -42,28 +42,23 @@ class Adoption:
         self._values: dict[ParamHandle, torch.Tensor] = {}
 
     def take_all(self, *, filled: bool = False) -> None:
-        """Move the params home one by one. If one cannot be moved, those that were are given back as they were.
+        """Move the params home one by one; whatever breaks that off, :meth:`give_back` undoes what was done of it.
         ``filled``: the homes hold the values already; such a model has nothing to go back to.
         """
-        try:
-            for index, handles in self._params.by_chunk.items():
-                for group in self._by_names.neighbours(handles):
-                    originals = [handle.param.data for handle in group]
-                    if not filled:
-                        self._by_names.write_first(group, originals)
-                    for handle, original in zip(group, originals, strict=True):
+        for index, handles in self._params.by_chunk.items():
+            for group in self._by_names.neighbours(handles):
+                originals = [handle.param.data for handle in group]
+                if not filled:
+                    self._by_names.write_first(group, originals)
+                for handle, original in zip(group, originals, strict=True):
+                    with WHOLE:  # half taken, it could not be given back
                         self._become_view(handle, original, filled=filled)
-                # A chunk at a time: its params are freed before those of the next one are written.
-                if self._chunks[index].gathered:
-                    self._exposure.hide(self._chunks[index])
-                else:
-                    self._exposure.poison(self._chunks[index])
-                    self._saved_weights.watch(self._chunks[index], handles)
-        except BaseException:
-            if self._is_divided:
-                raise  # other ranks may be past this point: the model must be made anew
-            self.give_back()
-            raise
+            # A chunk at a time: its params are freed before those of the next one are written.
+            if self._chunks[index].gathered:
+                self._exposure.hide(self._chunks[index])
+            else:
+                self._exposure.poison(self._chunks[index])
+                self._saved_weights.watch(self._chunks[index], handles)
         find_siblings(self._params.handles)
         if filled:
             self.keep()
@@ -96,7 +91,7 @@ class Adoption:
                     original = handle.as_it_was(self._by_names.read(handle, torch.float32).to(dtype))
                 _make_ordinary(handle, original)
         else:
-            return
+            return  # other ranks may be past this point: the model must be made anew
         self._params.handles.clear()  # in place, for others hold the same list
 
     def keep(self) -> None:
@@ -139,7 +134,8 @@ def _make_ordinary(handle: ParamHandle, value: torch.Tensor) -> None:
 
 def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
     """The model ends: params refuse to be read, and neither they nor a chunk that somebody keeps hold any memory."""
-    handles = list(handles)
+    # A wrap that broke off before it came to a param leaves it to the program.
+    handles = [handle for handle in handles if handle_of(handle.param) is handle]
     poison(handles)
     for handle in handles:
         handle.view = torch.empty(0, device="cpu")

@@ -208,8 +208,9 @@ def _check_class(model: nn.Module, managed_class: Callable[[type[nn.Module]], ty
     original = type(model)
     try:
         # Tried on the model and undone: __slots__ or a metaclass may forbid it.
-        model.__class__ = managed_class(original)  # type: ignore[assignment]
-        model.__class__ = original
+        with WHOLE:
+            model.__class__ = managed_class(original)  # type: ignore[assignment]
+            model.__class__ = original
     except Exception as e:
         raise TypeError(
             f"{original.__name__} cannot be the base of a managed class ({type(e).__name__}: {e}): put the model into "
