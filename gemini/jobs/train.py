@@ -54,7 +54,7 @@ from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import attention_keyword, skeleton_from_config
 from gemini.train.modules.changing import compile_blocks
-from gemini.train.modules.codes import num_weights
+from gemini.train.modules.codes import is_coded
 
 MARKS = (
     " Templates that mark what the assistant says are in docs/examples/chat_templates, for --chat_template_path FILE; "
@@ -156,7 +156,9 @@ class Run:
             model.loss_type = "ForCausalLM"
         model.train()
         params = list(model.parameters())
-        count, trained = sum(map(num_weights, params)), sum(p.numel() for p in params if p.requires_grad)
+        # Two weights are in each byte of codes.
+        count = sum(p.numel() * (2 if is_coded(p) else 1) for p in params)
+        trained = sum(p.numel() for p in params if p.requires_grad)
         self._say(
             f"model: {source.label}, {count:,} params{'' if trained == count else f', {trained:,} of them trained'}, "
             f"{config.precision}, {model.config._attn_implementation} attention"

@@ -41,11 +41,6 @@ def is_coded(param: torch.Tensor) -> bool:
     return is_of_library(type(param), "Params4bit") or "bnb_quantized" in param.__dict__
 
 
-def num_weights(param: torch.Tensor) -> int:
-    """Count the weights of a param: two in each byte of codes."""
-    return param.numel() * (2 if is_coded(param) else 1)
-
-
 def check_coded(name: str, param: Any) -> None:
     """Refuse codes that are not, or cannot be kept as, bytes in chunks."""
     state = getattr(param, "quant_state", None)

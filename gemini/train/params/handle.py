@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -345,21 +345,8 @@ patch("torch.nn.Parameter.data", property(_data_of, SET_DATA, doc=torch.Tensor.d
 # ---- the optimizer that a param was given to -------------------------------------------------------------------------
 
 
-class Stepper(Protocol):
-    """The optimizer that updates a model's params, as far as the model asks it (``HybridOptimizer``)."""
-
-    param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
-    step_in_backward: bool
-    speculate: bool  # whether what it does in backward is a guess, which its step confirms
-    may_guess: bool  # whether it may begin to guess by itself
-    rule: Any
-    state: Any
-
-    def scalars_in_backward(self, handle: Any, backward_number: int, scale: float) -> Hashable: ...
-
-    def adopt_plain_states(self) -> None: ...
-
+Stepper = Any
+"""The optimizer that updates a model's params: a ``HybridOptimizer``, which is in a room above."""
 
 stepping_in_backward: weakref.WeakSet[Stepper] = weakref.WeakSet()
 """Optimizers that step inside backward; where there is none, nobody looks for them there."""

@@ -215,26 +215,22 @@ class Reduction(GradientSink):
 
     def end_backward(self) -> None:
         """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
-        self._reduce_rest()
-        super().end_backward()
-
-    def _reduce_rest(self) -> None:
         # First: until the script is over on all ranks its messages come before any question.
         is_alike = self._shards.finish(at_end=True)
         if self._moments:
             self._moments_before, self._moments = self._moments, {}
-        if not self.reduces:
-            return
-        # From the end of the layout, as all ranks do: which of them are open may differ between ranks.
-        for index in sorted(self._whole, reverse=True):
-            self._reduce(index)
-        # A script that all have followed to its end has said all that this would ask.
-        if not is_alike:
-            self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
-        # Outside of ``no_sync`` alone, and compared: a rank that made a backward more has other sums.
-        self._num_backwards += 1
-        if not is_alike:
-            self.undo()  # nobody had a gradient
+        if self.reduces:
+            # From the end of the layout, as all ranks do: which of them are open may differ between ranks.
+            for index in sorted(self._whole, reverse=True):
+                self._reduce(index)
+            # A script that all have followed to its end has said all that this would ask.
+            if not is_alike:
+                self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
+            # Compared: a rank that made a backward more outside of ``no_sync`` has other sums.
+            self._num_backwards += 1
+            if not is_alike:
+                self.undo()  # nobody had a gradient
+        super().end_backward()
 
     def _reduce(self, index: int) -> None:
         dtype = _DTYPES.index(self._whole[index].flat.dtype)
@@ -321,13 +317,14 @@ class Reduction(GradientSink):
         # Once per backward, before its first update: all ranks must mean the same moment.
         backward = self.state.backward_number
         if self._plan[0] != backward:  # counters change with the first update
-            self._plan = backward, self.facts_of_updates().checksum
+            self._plan = backward, self._facts_of_updates(owners_of(self.params.handles)).checksum
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
         """Refuse updates inside backward that ranks disagree about, before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
-            tell(self._ranks.everyone, "the updates inside backward", self.facts_of_updates())
+            facts = self._facts_of_updates(owners_of(self.params.handles))
+            tell(self._ranks.everyone, "the updates inside backward", facts)
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """Add up chunk ``index`` on all ranks: each receives its shard of the sum and lands it."""
@@ -597,15 +594,10 @@ class Reduction(GradientSink):
         """``optimizer.step()`` is about to update params: all ranks come here, and must be about to do the same."""
         self.settle()
         # Gradients first: where they differ, that is what an error should name.
-        facts = facts_of_gradients(self.params.handles) | self._facts_of_step([optimizer])
+        facts = facts_of_gradients(self.params.handles) | self._facts_of_updates([optimizer])
         self._shards.agree(Point.STEP, "optimizer.step()", lambda: facts)
 
-    def facts_of_updates(self) -> Facts:
-        """Collect all that updates inside backward depend on."""
-        # The optimizers of the params, in the order of the model.
-        return self._facts_of_step(owners_of(self.params.handles))
-
-    def _facts_of_step(self, optimizers: Iterable[Stepper]) -> Facts:
+    def _facts_of_updates(self, optimizers: Iterable[Stepper]) -> Facts:
         before = {
             "clip_grad_norm_": ", ".join(self._clippings) or "not called",
             _BACKWARDS: str(self._num_backwards),

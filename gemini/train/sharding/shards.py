@@ -239,7 +239,10 @@ class Shards(Company):
             try:
                 while chosen != request.subject:
                     # The same list on every rank, so that all of them choose the same.
-                    requests = self._exchange(request)
+                    said = torch.tensor([*request[:3], self._num_steps], dtype=torch.int64, device="cpu")
+                    rows = self.ranks.wire.swap(Tag.AGREEMENT, said, request.point.words).tolist()
+                    self.num_exchanges += 1
+                    requests = [Request(Point(point), *others) for point, *others in rows]
                     chosen = choose(requests)
                     if chosen is None:
                         raise mismatch(requests, self.ranks.wire.global_ranks)
@@ -255,12 +258,6 @@ class Shards(Company):
                 with contextlib.suppress(RankLost):
                     self._tell_replicas(_PARTED)
                 raise
-
-    def _exchange(self, request: Request) -> list[Request]:
-        said = torch.tensor([*request[:3], self._num_steps], dtype=torch.int64, device="cpu")
-        rows = self.ranks.wire.swap(Tag.AGREEMENT, said, request.point.words).tolist()
-        self.num_exchanges += 1
-        return [Request(Point(point), *others) for point, *others in rows]
 
     def meet(self, point: Point, detail: int = 0) -> list[int]:
         """Wait until every rank of the shard group stands at ``point``; what each of them says."""
