@@ -42,7 +42,7 @@ from gemini.train.context import ContextParallel, ImaginedExchange, part_of
 from gemini.train.loading.skeleton import generators_kept, without_drawing
 from gemini.train.modules import token_tiles
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
-from gemini.train.modules.reading import compiled_part, is_compiled, mark_compiled, structure_of
+from gemini.train.modules.reading import COPY_OF_COMPILED, compiled_part, is_compiled, structure_of
 from gemini.train.observers import iter_tensors
 from gemini.train.params.handle import handle_of
 from gemini.train.slices.slicing import imagine_slices
@@ -487,7 +487,7 @@ def _run_as_python(own: nn.Module, other: nn.Module) -> None:
         other.__dict__.pop("forward")
         if getattr(plain, "__self__", None) is own and plain.__func__ is not type(own).forward:
             other.__dict__["forward"] = plain.__func__.__get__(other)
-    mark_compiled(other)
+    other.__dict__[COPY_OF_COMPILED] = True
 
 
 def _empty_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

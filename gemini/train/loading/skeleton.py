@@ -311,22 +311,25 @@ def skeleton_from_config(hf_config: Any, *, model_class: Any = None, **kwargs: A
 
 class DrawnModel(Skeleton):
     """The model that ``make`` builds and initializes, which is called twice, with the same random numbers. First
-    without memory for params (each becomes a meta tensor as soon as a module registers it): that tells the layout, so
-    homes can be placed and reserved. Then for real, where each param that a constructor registers is taken over by a
-    :class:`Pager`, which sends it home when others need the room and brings it back if a later initialization touches
-    it. Params are matched by the order of their registration, and checked by name at the end: what came about in
-    another way (a copied layer) is copied home then.
+    without memory, on the meta device: that tells the layout, so homes can be placed and reserved. Then for real, where
+    each param that a constructor registers is taken over by a :class:`Pager`, which sends it home when others need the
+    room and brings it back if a later initialization touches it. Params are matched by the order of their registration,
+    and checked by name at the end: what came about in another way (a copied layer) is copied home then.
     """
 
     def __init__(self, make: Callable[[], nn.Module]):
         self._make = make
-        to_meta = _ToMeta()
+        registered: dict[int, nn.Parameter] = {}  # by id, in order, and kept: another one must not get the id
+
+        def note(param: nn.Parameter) -> nn.Parameter:
+            return registered.setdefault(id(param), param)
+
         # The second build must draw the same numbers: what this one draws is put back.
-        with generators_kept(), _registering(to_meta), without_drawing():
+        with generators_kept(), _registering(note), without_drawing(), torch.device("meta"):
             self.model = make()
         empties = replace_by_stand_ins(self.model)
         # By the order of registration; None for a param that the model has let go of since.
-        self._expected = [empties.get(key) for key in to_meta.registered]
+        self._expected = [empties.get(key) for key in registered]
 
     def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:
         pager = Pager(homes)
@@ -387,23 +390,6 @@ class _TakeOver:
         ours.__dict__.update(param.__dict__)
         self._seen[id(ours)] = ours
         return ours
-
-
-class _ToMeta:
-    """Makes each param a meta tensor that a module registers while the model is built without memory for params."""
-
-    def __init__(self) -> None:
-        self.registered: dict[int, nn.Parameter] = {}  # by id, in order
-
-    def __call__(self, param: nn.Parameter) -> nn.Parameter:
-        if id(param) in self.registered:
-            return param  # it is shared now
-        empty = param  # a copy of a meta param, or computed from one
-        if not param.is_meta:
-            empty = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
-            empty.__dict__.update(param.__dict__)
-        self.registered[id(empty)] = empty
-        return empty
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ from gemini.train.modules.codes import is_coded
 READ_AS_A_WHOLE = "_gemini_computed_in_tiles"
 """The mark of a module that is computed in tiles of tokens."""
 
-_COPY_OF_COMPILED = "_gemini_read_as_a_whole"
+COPY_OF_COMPILED = "_gemini_read_as_a_whole"
+"""The mark of the copy of a compiled module: it runs as Python, and counts as compiled."""
 
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -143,12 +144,7 @@ def compiled_part(module: nn.Module) -> Any:
     forward = own.get("forward", getattr(type(module), "forward", None))
     if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False):
         return forward
-    return own.get(_COPY_OF_COMPILED)
-
-
-def mark_compiled(module: nn.Module) -> None:
-    """Let a module count as compiled: the copy of one, which runs as Python."""
-    module.__dict__[_COPY_OF_COMPILED] = True
+    return own.get(COPY_OF_COMPILED)
 
 
 def is_a(kind: type, name: str) -> bool:

@@ -35,6 +35,7 @@ from gemini.ranks.agree import Facts, Point, Request, agree, plain, tell
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.gradients.homes import adds_up
 from gemini.train.gradients.scaling import Scaling
+from gemini.train.params.by_name import store_range
 from gemini.train.params.handle import Leftover, ParamHandle, Stepper, handles_of, owners_of, stepping_in_backward
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
@@ -671,10 +672,7 @@ class Reduction(GradientSink):
         if GRAD_ERROR in chunk.planes:
             # The error of rounding was of this replica's part, which is in the sum now.
             error = chunk.planes[GRAD_ERROR]
-            for start, stop in tiles(0, error.numel, self._mover.tile):
-                tile, is_staged = self._mover.host_tile(1, error, start, stop)
-                tile.zero_()
-                if is_staged:
-                    self._mover.store([(error, tile)], start, stop)
+            none = torch.zeros((), dtype=error.dtype, device="cpu").expand(error.items(error.numel))
+            store_range(self._mover, error, 0, none)
         for handle in handles:
             handle.norm_sums = sums[handle.name]
