@@ -27,6 +27,7 @@ _NAMES = {
     "gemini.planning.planner": "plan",
     "gemini.planning.simulate": "simulate",
     "gemini.planning.timeline": "Timeline",
+    "gemini.planning.together": "plan_together",
     "gemini.planning.trace": "MemoryTrace",
     "gemini.ranks.group": "data_rank",
     "gemini.sharing": "SharedBudget",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from gemini.planning.planner import plan as plan
     from gemini.planning.simulate import simulate as simulate
     from gemini.planning.timeline import Timeline as Timeline
+    from gemini.planning.together import plan_together as plan_together
     from gemini.planning.trace import MemoryTrace as MemoryTrace
     from gemini.ranks.group import data_rank as data_rank
     from gemini.sharing import SharedBudget as SharedBudget

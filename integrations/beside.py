@@ -17,10 +17,9 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, warn
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.system import available_bytes
 from gemini.planning.placement import StaticPlacement
-from gemini.planning.planes import plane_specs
+from gemini.planning.together import bytes_per_param, home_of_frozen
 from gemini.planning.working import MARGIN
 from gemini.sharing import SharedBudget
 from gemini.tiers import DRIVE, Tier
@@ -59,17 +58,11 @@ def budget_for(config: GeminiConfig, number: int) -> SharedBudget:
     """The budget of ``config`` for a model that is managed before ``number`` others which are evaluated beside it, of
     its size: it leaves them their share of host memory, and with a drive a quarter, for all that is staged there.
     """
-    own, frozen = _bytes_per_param(config)
+    own, frozen = bytes_per_param(config.precision, config.gradients, config.rule_spec)
     share = 1 / 4 if config.memory.paths_of(DRIVE) else number * frozen / (own + number * frozen)
     memory = SharedBudget.of(config.memory, later=int(share * _host_bytes(config)))
     memory.pool.at_once = True
     return memory
-
-
-def _bytes_per_param(config: GeminiConfig) -> tuple[float, float]:
-    """Of one that is trained, and of one that is not."""
-    planes = plane_specs(config.precision, config.gradients, config.rule_spec, trainable=True)
-    return sum(spec.page_bytes(2**20) for spec in planes.values()) / 2**20, COMPUTE_DTYPES[config.precision].itemsize
 
 
 def _host_bytes(config: GeminiConfig) -> int:
@@ -79,13 +72,12 @@ def _host_bytes(config: GeminiConfig) -> int:
 
 def _lowest(frozen: Sequence[nn.Module], trained: nn.Module, config: GeminiConfig) -> StaticPlacement:
     """Host memory if all models fit there with all that they need, else the drive, on all ranks alike."""
-    per_trained, per_frozen = _bytes_per_param(config)
+    per_trained, per_frozen = bytes_per_param(config.precision, config.gradients, config.rule_spec)
     num_bytes = sum(
         (per_trained if param.requires_grad else per_frozen) * param.numel()
         for model in (*frozen, trained)
         for param in model.parameters()
     )
-    chosen = [num_bytes <= MARGIN * _host_bytes(config)]
+    chosen = [home_of_frozen(num_bytes, _host_bytes(config), has_drive=bool(config.memory.paths_of(DRIVE)))]
     broadcast_object_list(chosen)  # what is free differs from rank to rank
-    has_drive = bool(config.memory.paths_of(DRIVE))
-    return StaticPlacement(weights_on_nvme=0.0 if chosen[0] or not has_drive else 1.0)
+    return chosen[0]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning import working
@@ -38,6 +38,16 @@ from gemini.planning.traffic import fetch_traffic, path
 from gemini.tiers import OFFLOAD_TO, MemoryBudget, Tier
 
 
+class Others(NamedTuple):
+    """Of models with the same budget that compute while this one does not: bytes of the computing tier that one of them
+    gathers at once, and takes beside that, at most; and whether room is left for both of them at once.
+    """
+
+    gathered: int = 0
+    activations: int = 0
+    at_once: bool = False
+
+
 def plan(
     trace: MemoryTrace,
     hardware: Hardware | None,
@@ -56,6 +66,7 @@ def plan(
     schedule: str = "overlapped",
     optimizer: Any = None,
     states: str = "exact",
+    others: Others | None = None,
 ) -> Plan:
     """Choose where the planes of every chunk are stored and what moves when, so that a step is fast and no tier exceeds
     its budget. (A plane is one kind of data of a chunk: its weights, gradients, or one optimizer state.)
@@ -82,6 +93,7 @@ def plan(
             same time. "serial": the sum of everything, for ``GeminiConfig(overlap=False)``.
         optimizer: as in ``GeminiConfig``: the update rule, or its spec. By default Adam.
         states: as in ``GeminiConfig``: "exact" or "compact".
+        others: of a budget that is shared, of which ``budget`` is what others leave; see :func:`gemini.plan_together`.
 
     Returns:
         A :class:`Plan`: for ``GeminiConfig(placement=)``, :func:`gemini.simulate`, or a file.
@@ -112,7 +124,8 @@ def plan(
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
 
     pose = partial(
-        pose_problem,
+        _pose_beside,
+        others,
         budgets=budgets,
         precision=precision or trace.precision,
         gradients=gradients,
@@ -235,6 +248,15 @@ def pose_problem(
         beside=working.beside_bytes(trace.target, compute),
         factors=sum(factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable),
     )
+
+
+def _pose_beside(others: Others | None, trace: MemoryTrace, **how: Any) -> Problem:
+    """What is placed beside other models: the context of a GPU is theirs as well, and no part of the budget."""
+    problem = pose_problem(trace, **how)
+    if others is None:
+        return problem
+    gathered = others.gathered + (problem.working_set if others.at_once and others.gathered else 0)
+    return replace(problem, beside=0, others=gathered, activations=max(problem.activations, others.activations))
 
 
 def _in_flight(layout: Layout, itemsize: int, *, divided: bool, behind: bool) -> int:
@@ -408,17 +430,22 @@ def moves_for(
     steps: tuple[Access, ...] | None = None,
     policy: EvictionPolicy | None = None,
     accumulate: int = 1,
+    room: int | None = None,
+    lasting: frozenset[int] | None = None,
 ) -> tuple[tuple[Moves, ...], tuple[Moves, ...]]:
     """The moves of a placement: those that cost least, or those that ``policy`` makes on demand; of the first
     micro-batch, and of every further one (empty if there is none). ``steps``: the accesses, where they are not those of
-    ``trace``. Raises BudgetExceeded if one moment needs more gathered weights than there is room for.
+    ``trace``; ``room``: bytes for windows, if not what the budget leaves them; ``lasting``: chunks whose gathered
+    weights outlive a step, if not all frozen ones. Raises BudgetExceeded if one moment needs more gathered weights than
+    there is room for.
     """
     speeds = speeds or Speeds.typical()
-    room = window_room(problem, placement)
+    room = window_room(problem, placement) if room is None else room
     steps = steps or accesses(trace, problem.layout)
     moving = problem.moving(placement)
     sizes = {i: problem.window_bytes(i) for i in sorted(moving)}
-    lasting = frozenset(i for i in moving if not problem.layout.chunks[i].trainable)
+    if lasting is None:
+        lasting = frozenset(i for i in moving if not problem.layout.chunks[i].trainable)
     renewed = moving - lasting if accumulate > 1 else frozenset()
     lasting |= renewed  # until the update, which comes after the last micro-batch
     if policy is not None:

@@ -94,6 +94,13 @@ class NextUse:
         return take_in_order(candidates, missing, lambda c: (c.kept, not c.done, -(c.next_use or 0), c.last_use))
 
 
+class LeastRecentlyUsed:
+    """Evict first what was used longest ago: what :class:`NextUse` does where the schedule is not known."""
+
+    def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
+        return take_in_order(candidates, missing, lambda c: c.last_use)
+
+
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"next_use": NextUse}
 """By the name that ``GeminiConfig(eviction=)`` takes."""
 

@@ -264,7 +264,8 @@ class Manager:
         """Begin the fetches that come next, up to the first one without room: a smaller one would take its place.
         ``between``: of two steps, where other models of the same budget may compute, and take what they find.
         """
-        if not self._transfers.beside:
+        # In a forward without a step nothing is known of what comes next.
+        if not self._transfers.beside or not (between or self.foresight.in_step):
             return
         leave = self.room.wanted_by_others() if between else 0
         # Windows of updates that are over are room for the first fetches.
