@@ -95,7 +95,9 @@ class RecordedStep:
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """A thing that is done between entering and leaving, on one thread; ``track`` None: it keeps no track busy."""
+    """A thing that is done for ``name`` between entering and leaving, on one thread; ``track`` None: it keeps no track
+    busy. On the training thread computing waits for it, by ``cause``. ``around``: who else hears of its begin and end.
+    """
 
     recorder: Recorder
     track: Track | None
@@ -167,20 +169,6 @@ class Recorder:
         chunk = around.chunk if chunk is None else chunk
         return Activity(self, track, name or around.name, around.cause, chunk, num_bytes)
 
-    def about(
-        self,
-        cause: str,
-        name: str,
-        chunk: int = -1,
-        *,
-        track: Track | None = None,
-        around: AbstractContextManager[None] = NOTHING,
-    ) -> AbstractContextManager[None]:
-        """What happens inside is done for ``name``, by ``track`` if one is given; on the training thread computing
-        waits for it, by ``cause``. ``around``: who else is told when it begins and ends.
-        """
-        return Activity(self, track, name, cause, chunk, around=around)
-
     def move(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
         """A copy between two neighbouring tiers; one within a tier keeps no track busy."""
         track = TRACKS.get(Boundary(source, target))
@@ -197,10 +185,10 @@ class Recorder:
         self._flying.append(event)
         return event
 
-    def add(self, track: Track, start: float, stop: float, name: str, chunk: int = -1, num_bytes: int = 0) -> None:
-        """``track`` worked from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over."""
+    def add(self, activity: Activity, start: float, stop: float) -> None:
+        """Its track worked from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over."""
         with self._lock:
-            self._write(Activity(self, track, name, "", chunk, num_bytes), start, stop)
+            self._write(activity, start, stop)
 
     def held(self, tier: Tier, holders: Mapping[str, int]) -> None:
         """Note what some holders hold from now on: a ledger's ``on_change``, under its lock and on any thread."""
@@ -352,9 +340,8 @@ class RecordedEvent(Event):
             return False
         # Taken out first: two who see the end at once report it once.
         seen, self._unseen = self._unseen, None
-        if seen is not None and seen.track is not None:
-            stop = seen.recorder.clock()
-            seen.recorder.add(seen.track, self._start, stop, seen.name, seen.chunk, seen.num_bytes)
+        if seen is not None:
+            seen.recorder.add(seen, self._start, seen.recorder.clock())
         return True
 
     def wait(self) -> None:
@@ -452,21 +439,18 @@ class Watch:
             waiting = self._known[cause] = _Waiting(self, cause)
         if self.recorder is None:
             return waiting
-        return self.recorder.about(cause, name, chunk, track=track, around=waiting)
+        return Activity(self.recorder, track, name, cause, chunk, around=waiting)
 
     def end_step(self) -> None:
         """A step is over, called by the thread that trains: what is told from now on belongs to the next one."""
-        # A new object and not zeros: workers that began in the step before go on counting for it.
-        self.moved_last_step, moved = self.moved, Moved()
+        self.moved_last_step = self.moved
         self.stalls = dict(sorted(self._stalls.items(), key=lambda item: -item[1]))
         # A program may train on another thread than the one that wrapped the model.
         self._trainer = get_ident()
-        self._begin(moved)
+        self.start_over()
 
     def start_over(self) -> None:
         """Forget what was moved and waited for until now: it belongs to no step."""
-        self._begin(Moved())
-
-    def _begin(self, moved: Moved) -> None:
-        self.moved, self._stalls = moved, {}
+        # A new object and not zeros: workers that began in the step before go on counting for it.
+        self.moved, self._stalls = Moved(), {}
         self._depth = 0  # an interrupt between two bytecodes may have lost the end of a wait

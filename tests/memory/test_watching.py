@@ -81,7 +81,7 @@ def test_a_move_inside_a_module_splits_its_computing_and_is_a_stall() -> None:
     recorder.begin_step({})
     recorder.computing("forward a")
     clock.now += 1
-    with recorder.about("fetch from nvme", "fetch chunk 7", 7):
+    with Activity(recorder, None, "fetch chunk 7", "fetch from nvme", 7):
         clock.now += 2  # asking for room keeps no track busy, and computing waits
         with recorder.move(Tier.NVME, Tier.CPU, 4096):
             clock.now += 3
@@ -177,17 +177,17 @@ def test_what_other_threads_do_is_beside_computing_and_stalls_nobody() -> None:
     recorder.begin_step({})
     recorder.computing("forward a")
     clock.now += 1
-    ahead.enters(lambda: recorder.about("fetch from nvme", "fetch chunk 2", 2))
+    ahead.enters(lambda: Activity(recorder, None, "fetch chunk 2", "fetch from nvme", 2))
     ahead.enters(lambda: recorder.move(Tier.NVME, Tier.CPU, 64))
     clock.now += 1
-    adam.enters(lambda: recorder.about("update", "update chunk 1", 1))
+    adam.enters(lambda: Activity(recorder, None, "update chunk 1", "update", 1))
     adam.enters(lambda: recorder.span(Track.UPDATE))
     clock.now += 2
     ahead.leaves()
     recorder.computing("forward b")
     clock.now += 1
     adam.leaves()
-    with recorder.about("update", "wait for the update of chunk 3", 3):
+    with Activity(recorder, None, "wait for the update of chunk 3", "update", 3):
         clock.now += 4
     timeline = timeline_of(recorder)
     assert spans(timeline) == [
@@ -205,7 +205,7 @@ def test_each_thread_has_its_own_nesting() -> None:
     recorder, clock = recorded()
     worker = Worker()
     recorder.begin_step({})
-    with recorder.about("fetch from cpu", "fetch chunk 9", 9):
+    with Activity(recorder, None, "fetch chunk 9", "fetch from cpu", 9):
         worker.enters(lambda: recorder.span(Track.UPDATE, "update chunk 1", 1))
         clock.now += 1
         write = Worker()
@@ -262,15 +262,15 @@ def test_the_tail_of_the_last_updates_is_cut_where_the_next_step_begins() -> Non
 
 def test_transfers_that_are_added_may_overlap_and_reach_across_a_step() -> None:
     recorder, clock = recorded()
-    recorder.add(Track.NVME_READ, 95.0, 99.0, "before any step")
+    recorder.add(Activity(recorder, Track.NVME_READ, "before any step", "", -1, 0), 95.0, 99.0)
     recorder.begin_step({})
     clock.now += 4
     first = recorder.end_step()
     recorder.begin_step({})
     clock.now += 6
-    recorder.add(Track.NVME_READ, 98.0, 102.0, "fetch chunk 1", 1, 10)
-    recorder.add(Track.NVME_READ, 101.0, 107.0, "fetch chunk 2", 2, 20)
-    recorder.add(Track.NVME_READ, 105.0, 109.0, "fetch chunk 3", 3, 40)
+    recorder.add(Activity(recorder, Track.NVME_READ, "fetch chunk 1", "", 1, 10), 98.0, 102.0)
+    recorder.add(Activity(recorder, Track.NVME_READ, "fetch chunk 2", "", 2, 20), 101.0, 107.0)
+    recorder.add(Activity(recorder, Track.NVME_READ, "fetch chunk 3", "", 3, 40), 105.0, 109.0)
     second = recorder.end_step()
     assert spans(value(first)) == [("nvme read", "fetch chunk 1", 0, 2), ("nvme read", "fetch chunk 2", 1, 4)]
     assert spans(value(second)) == [("nvme read", "fetch chunk 2", 0, 3), ("nvme read", "fetch chunk 3", 1, 5)]
@@ -307,7 +307,7 @@ def test_many_threads_at_once_lose_nothing() -> None:
     def work(number: int) -> None:
         start.wait(PATIENCE)
         for turn in range(200):
-            with recorder.about("update", f"update chunk {number}", number):
+            with Activity(recorder, None, f"update chunk {number}", "update", number):
                 with recorder.move(Tier.NVME, Tier.CPU, 1), recorder.span(Track.UPDATE):
                     pass
                 recorder.held(Tier.CPU, {"staging": turn})
@@ -366,7 +366,7 @@ def test_a_copy_is_recorded_from_when_the_device_comes_to_it_until_the_device_is
 
 def recorded_event(event: Event, told: list[str], monkeypatch: pytest.MonkeyPatch) -> RecordedEvent:
     recorder = Recorder()
-    monkeypatch.setattr(recorder, "add", lambda track, start, stop, name, *of: told.append(name))
+    monkeypatch.setattr(recorder, "add", lambda activity, start, stop: told.append(activity.name))
     return RecordedEvent(event, Activity(recorder, Track.NVME_READ, "over", "", 1, 8), 0.0)
 
 

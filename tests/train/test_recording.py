@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gemini
+from gemini.memory.watching import Activity
 from gemini.pictures import perfetto
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
@@ -226,7 +227,8 @@ def test_updates_that_a_step_left_in_flight_are_waited_for(inside: bool, tmp_pat
 
     def drain() -> None:
         recorder = world.recorder
-        recorder.add(Track.UPDATE, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
+        late = Activity(recorder, Track.UPDATE, "update chunk 99", "", 99)
+        recorder.add(late, recorder.clock(), recorder.clock() + 3600)
 
     with model.recording() as recording:
         step(model, optimizer)
