@@ -259,31 +259,24 @@ def join(
     srun has started this process, it is made. ``in_parts``: Gemini has cut the model over the mesh, into slices or
     stages. Raises ValueError as :func:`names_of`; for a mesh without this process, or both arguments.
     """
-    if mesh is not None:
-        if process_group is not None:
-            raise ValueError("give GeminiDDP a process_group or a mesh, not both")
-        return _of_mesh(mesh, cuda=cuda, in_parts=in_parts)
-    if process_group is None:
-        if not dist.is_initialized():
+    if mesh is not None and process_group is not None:
+        raise ValueError("give GeminiDDP a process_group or a mesh, not both")
+    if mesh is None:
+        if process_group is None and not dist.is_initialized():
             if launch.num_processes() == 1:
                 return alone()
             start_group(dist.default_pg_timeout, cuda=cuda)
-        process_group = dist.group.WORLD
+        process_group = process_group or dist.group.WORLD
         assert process_group is not None
-    ranks = dist.get_process_group_ranks(process_group)
-    if len(ranks) == 1:
-        return alone()
-    everyone = _wire(ranks, process_group)
-    # NCCL's group beside gloo's: agreements and messages by name stay on the CPU.
-    everyone.library = _collective(ranks) if cuda else None
-    return alone(everyone, _count_local(everyone, len(ranks)))
+        mesh = DeviceMesh.from_group(process_group, "cpu")
+    return _of_mesh(mesh, cuda=cuda, in_parts=in_parts)
 
 
-def alone(wire: Wire | None = None, local_size: int = 1) -> Ranks:
-    """A process alone, or the ranks of ``wire``, who divide chunks and are all there is."""
-    wire = wire or Wire()
+def alone() -> Ranks:
+    """A process alone."""
+    wire = Wire()
     waiting = WaitingGroup(wire.global_ranks)
-    return Ranks(wire=wire, everyone=wire, alike=wire, job=wire, writers=wire, waiting=waiting, local_size=local_size)
+    return Ranks(wire=wire, everyone=wire, alike=wire, job=wire, writers=wire, waiting=waiting, local_size=1)
 
 
 def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
@@ -314,7 +307,8 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     if in_parts:
         parts = along("pp", "tp", within=same_batch if stages.size == 1 else stages)
     if cuda:
-        # The wire of shards even where it has one rank: sums over replicas of whole chunks stay on the device with it.
+        # NCCL's group beside gloo's: agreements and messages by name stay on the CPU. The wire of shards has one even
+        # where it has one rank: sums over replicas of whole chunks stay on the device with it.
         wire.library = _collective(wire.global_ranks)
         # Behind it on all ranks: these too are made by all of a group together.
         for group in (context, experts):
