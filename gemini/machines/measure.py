@@ -20,7 +20,7 @@ import torch
 from gemini import kernels
 from gemini.errors import human_bytes
 from gemini.memory.devices.device import Event
-from gemini.memory.devices.pages import PAGE, host_bytes
+from gemini.memory.devices.pages import PAGE, host_bytes, in_pages
 from gemini.memory.movement.mover import SLOTS, tiles
 from gemini.memory.nvme import Extent, SpillFile, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
@@ -90,7 +90,7 @@ def measure_host(sizes: Sizes) -> Figures:
     how = f"{sizes.ops} recorded additions of 64 numbers"
     yield _timed("cpu_op_seconds", lambda: _small_ops(small, sizes.ops), sizes, how, lambda s: s / sizes.ops)
     yield _dram(sizes, num_threads, cores)
-    numel = _whole_pages(_beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES)
+    numel = in_pages(_beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES)
     update = _update_in(host_bytes, numel, TILE)
     kernel = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M params in tiles"
     yield _adam("update_cpu", update, numel, sizes, cores, kernel)
@@ -138,7 +138,7 @@ def _update_in(
     """An update of planes in memory that ``make`` gives, by bytes, tile by tile."""
     specs = plane_specs("bf16", "retain", rule.spec, trainable=True)
     planes = {
-        kind: make(_whole_pages(spec.num_bytes(numel))).zero_().view(getattr(torch, spec.dtype))
+        kind: make(in_pages(spec.num_bytes(numel))).zero_().view(getattr(torch, spec.dtype))
         for kind, spec in specs.items()
     }
     planes["weights"].fill_(1.0)
@@ -205,7 +205,7 @@ def _limited(num_threads: int) -> Iterator[None]:
 def _landing(sizes: Sizes) -> tuple[str, Figure]:
     """Param by param in backward, as gradients arrive: torch has just written each, so it is in the caches."""
     numel = _beyond_caches(sizes.adam_numel * 2) // 2
-    plane, gradient = (host_bytes(_whole_pages(n * 2)).view(torch.bfloat16).fill_(1e-3) for n in (numel, TILE))
+    plane, gradient = (host_bytes(in_pages(n * 2)).view(torch.bfloat16).fill_(1e-3) for n in (numel, TILE))
 
     def land() -> None:
         for start, stop in tiles(0, numel, TILE):
@@ -218,11 +218,7 @@ def _landing(sizes: Sizes) -> tuple[str, Figure]:
 def _beyond_caches(num_bytes: int) -> int:
     """At least ``num_bytes``, and four times the caches; but no more than an eighth of the memory."""
     wanted = max(num_bytes, 4 * cache_bytes() if num_bytes >= MiB else 0)
-    return _whole_pages(max(PAGE, min(wanted, memory_bytes() // 8)))
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE
+    return in_pages(max(PAGE, min(wanted, memory_bytes() // 8)))
 
 
 # ---- drive -----------------------------------------------------------------------------------------------------------
@@ -231,7 +227,7 @@ def _whole_pages(num_bytes: int) -> int:
 def measure_nvme(directory: Path, sizes: Sizes) -> Figures:
     """Room, reads and writes of a spill file, as updates make them; StorageError if none can be made."""
     free = free_bytes(directory) if directory.is_dir() else 0
-    tile = min(TILE, _whole_pages(sizes.spill_bytes // sum(_STATE_BYTES)))
+    tile = min(TILE, in_pages(sizes.spill_bytes // sum(_STATE_BYTES)))
     per_tile = tile * sum(_STATE_BYTES)
     count = max(1, min(sizes.spill_bytes, free // 4) // per_tile)
     spill = SpillFile(directory, count * per_tile)  # it has no name: nothing stays behind, whatever ends the process
@@ -273,7 +269,7 @@ def _drive(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figures:
 
 def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
     """As updates beside computing do it: two tiles are read ahead while one is changed and those before are written."""
-    part = _whole_pages(tile // SLOTS)
+    part = in_pages(tile // SLOTS)
     slots = [[host_bytes(size * part).random_(0, 256) for size in _STATE_BYTES] for _ in range(SLOTS)]
     steps = count * tile // part
     before = [sum(_STATE_BYTES[:kind]) for kind in range(len(_STATE_BYTES))]
@@ -330,7 +326,7 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
     here = torch.ones(num_bytes // 4, device=device)
     how = f"{human_bytes(num_bytes)} read and written in place"
     yield timed("gpu_bandwidth", lambda: here.mul_(1.0), how=how, value_of=lambda s: 2 * num_bytes / s)
-    numel = _whole_pages(max(num_bytes // _ADAM_BYTES, PAGE))
+    numel = in_pages(max(num_bytes // _ADAM_BYTES, PAGE))
     update = _update_in(partial(torch.zeros, dtype=torch.uint8, device=device), numel, DEVICE_TILE)
     how = f"Gemini's kernel on {numel / 1e6:.4g} M params in tiles"
     yield timed("update_gpu", update, how=how, value_of=lambda s: s / numel)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gemini.patches import replaced
+from gemini.planning.layout import page_up
 from gemini.planning.trace import AttentionWork
 
 _aten = torch.ops.aten
@@ -399,7 +400,7 @@ class Cuda(Target):
     name = "cuda"
 
     def allocated_bytes(self, num_bytes: int) -> int:
-        return -(-num_bytes // CUDA_ROUND) * CUDA_ROUND
+        return page_up(num_bytes, CUDA_ROUND)
 
     def temporary_bytes(self, func: Any, args: Any) -> int:
         packet = getattr(func, "_overloadpacket", None)
@@ -434,16 +435,16 @@ def make_target(name: str | None) -> Target:
 
 def _flash_backward_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
     batch, heads, rows, width = query.shape
-    rows, columns = _up(rows, 128), _up(width, 32) if width <= 192 else 256
+    rows, columns = page_up(rows, 128), page_up(width, 32) if width <= 192 else 256
     sums = 4 * batch * heads * rows * (columns + 1)
     if key.shape[1] != heads:
-        sums += 2 * batch * heads * key.shape[2] * _up(width, 8) * query.itemsize
+        sums += 2 * batch * heads * key.shape[2] * page_up(width, 8) * query.itemsize
     return sums
 
 
 def _efficient_backward_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
     batch, heads, rows, _ = query.shape
-    per_row = 4 * batch * heads * _up(rows, 32)
+    per_row = 4 * batch * heads * page_up(rows, 32)
     return per_row + (2 * 4 * key.numel() if query.dtype in _HALF else 0)
 
 
@@ -496,7 +497,3 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     if not training or inplace or not 0 < p < 1:
         return _plain_dropout(input, p, training, inplace)
     return _aten.native_dropout(input, p, True)[0]
-
-
-def _up(number: int, to: int) -> int:
-    return -(-number // to) * to

@@ -184,7 +184,7 @@ def test_evaluation_between_steps_is_no_step(tmp_path: Path) -> None:
             model(**models.make_batches(1, 1)[0][0])
     model.memory_report()
     models_moved = steps(model, optimizer, 2)
-    assert models_moved[-1] == best and not world_of(model).foresight.num_strange
+    assert models_moved[-1] == best and not world_of(model).foresight._course.num_strange
 
 
 def test_plans_and_traces_of_something_else_are_refused(tmp_path: Path) -> None:

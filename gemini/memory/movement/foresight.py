@@ -42,8 +42,8 @@ class Schedule:
         self._starts: dict[int, list[int]] = {}
         # Chunks with the moment that they are fetched for: what is not in here the plan has kept until then.
         self._fetches: set[tuple[int, int]] = set()
-        # None: not in this step. -1: in it, before the first moment.
-        self._at: int | None = None
+        self.place: int | None = None
+        """The moment that the step is in: None outside of it, -1 before the first one."""
         # Answers in this step: each is right until the moment that it names has come.
         self._known: dict[tuple[int, bool], tuple[int, bool]] = {}
         self.num_deviations = 0
@@ -60,24 +60,24 @@ class Schedule:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._at, self.num_deviations = -1, 0
+        self.place, self.num_deviations = -1, 0
         self._known.clear()
 
     def lose(self) -> None:
         """Take leave of the schedule: what runs now is not this step."""
-        self._at = None
+        self.place = None
 
     def advance(self, index: int) -> None:
         """A chunk is read: move to the moment that says so."""
         # Several reads inside one moment do not move on.
-        if self._at is None or (self._at >= 0 and index in self._needs[self._at]):
+        if self.place is None or (self.place >= 0 and index in self._needs[self.place]):
             return
-        start = self._next_start(index, self._at)
-        if start is None or start - self._at > LOOK_AHEAD:
+        start = self._next_start(index, self.place)
+        if start is None or start - self.place > LOOK_AHEAD:
             # The place stays: one strange read, and the next one may be as planned again.
             self.num_deviations += 1
         else:
-            self._at = start
+            self.place = start
 
     def _outlook(self, index: int, done: bool, at: int) -> tuple[int, bool]:
         """The moment of the next use after ``at``, and whether it is kept until then. ``done``: all gradients came."""
@@ -97,7 +97,7 @@ class Schedule:
 
     def outlooks(self, asked: Sequence[tuple[int, bool]], reader: int | None = None) -> Sequence[Outlook]:
         """As :meth:`Foresight.outlooks`."""
-        at = self._at
+        at = self.place
         if at is None or not self._starts:
             return [(None, False)] * len(asked)
         if reader is not None and (at < 0 or reader not in self._needs[at]):
@@ -115,13 +115,8 @@ class Schedule:
     def upcoming(self) -> Sequence[tuple[int, int]]:
         """The fetches planned from here on: (moment, chunk). Between two steps: those of the next one."""
         # 2**62: above every chunk, so that the search ends behind the moment itself.
-        after = -1 if self._at is None else self._at
+        after = -1 if self.place is None else self.place
         return self._planned[bisect_right(self._planned, (after, 2**62)) :]
-
-    @property
-    def place(self) -> int | None:
-        """The moment that the step is in; None where that is not known."""
-        return self._at
 
     def script(self, there: Collection[int], completed: Mapping[int, int]) -> Script:
         """The script of what ranks that make this step together gather and reduce."""
@@ -162,11 +157,6 @@ class Foresight:
         """The schedule of the step that is under way, or may follow."""
         return self._course.schedule
 
-    @property
-    def num_strange(self) -> int:
-        """How many steps in a row have done something else than that."""
-        return self._course.num_strange
-
     @contextmanager
     def scope(self) -> Iterator[None]:
         """All forwards and backwards inside are one step; refused inside of itself."""
@@ -189,7 +179,7 @@ class Foresight:
             return
         self.in_step = True
         # One strange step (an odd batch at the end of an epoch) is no reason to record anew, two in a row are.
-        if self.schedule is not None and self.num_strange < 2:
+        if self.schedule is not None and self._course.num_strange < 2:
             self.schedule.begin()
         else:
             self._seen = []

@@ -267,7 +267,7 @@ class Manager:
         # In a forward without a step nothing is known of what comes next.
         if not self._transfers.beside or not (between or self.foresight.in_step):
             return
-        leave = self.room.wanted_by_others() if between else 0
+        leave = self.room.ledger.wanted_by_others(self.room.tier) if between else 0
         # Windows of updates that are over are room for the first fetches.
         self._end_updates()
         for moment, index in self.source.upcoming():

@@ -176,12 +176,10 @@ class Staging:
         """Let go of the slots' memory there until they are used again. No update is under way."""
         self._there.forget()
 
-    def take(self) -> StagingSet | None:
-        """A set for a worker, while there is one left: who comes first gets one."""
-        return next(iter(self.take_slots(1)), None)
-
     def take_slots(self, num_slots: int = SLOTS) -> list[StagingSet]:
-        """A set for a worker, cut into slots of smaller tiles (one, where a tile is a whole param), if one is left."""
+        """A set for a worker, cut into slots of smaller tiles (one, where a tile is a whole param), if one is left: who
+        comes first gets one.
+        """
         num_slots = 1 if self._rule.whole else num_slots
         if self._num_left == 0:
             return []

@@ -304,10 +304,6 @@ class Room:
                 found.append(Candidate(c.spec.index, c.window.num_bytes, c.last_use, done, c.arrived, next_use, kept))
         return found
 
-    def wanted_by_others(self) -> int:
-        """Bytes that windows of models of the same budget will take of it before this one computes again."""
-        return self.ledger.wanted_by_others(self.tier)
-
     def spare(self, working_set: int) -> int:
         """Bytes of the windows' own memory beyond what they need; none where it is not their own."""
         return max(self.ledger.of_windows(self.tier) - working_set, 0) if self.is_apart else 0

@@ -190,13 +190,9 @@ class JobThread:
         """Closed by a job under way, or by the garbage collector inside one: what follows must not wait for it."""
 
     def _take(self) -> Job | None:
-        """The next job, if one is waiting. Called on its own thread alone."""
+        """The most urgent job, if one is waiting. Called on its own thread alone."""
         with self._lock:
-            return self._pop() if self._waiting else None
-
-    def _pop(self) -> Job:
-        """Take the most urgent of the jobs that wait. Under the lock."""
-        return heapq.heappop(self._waiting)[2]
+            return heapq.heappop(self._waiting)[2] if self._waiting else None
 
     def _sleep(self) -> bool:
         """Wait until a job is waiting; False when the worker is closed, and none is."""
@@ -381,7 +377,7 @@ class Transfers:
         """Staging of the tiles of updates."""
         # In this order: where sets are short the first ones get theirs.
         own = [lane for lane in (Lane.REDUCE, Lane.FETCH, Lane.LANDING) if lane in lanes]
-        self.staging = {lane: mover.staging.take() for lane in own}
+        self.staging = {lane: next(iter(mover.staging.take_slots(1)), None) for lane in own}
         """Of the other lanes that need it; None where none was left."""
         self.open: dict[Lane, dict[Any, Transfer]] = {lane: {} for lane in Lane}
         """What is in flight, by lane and key, in the order in which it was submitted."""
