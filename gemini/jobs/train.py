@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -29,6 +30,7 @@ import trl
 import yaml
 from rich.console import Console
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 import gemini.integrations.trl as ready
@@ -37,14 +39,13 @@ from gemini.integrations.beside import budget_for
 from gemini.integrations.callbacks import LinesCallback, Position, StopCallback, identity_of
 from gemini.integrations.huggingface_save import last_whole
 from gemini.integrations.metrics import MetricsCallback
-from gemini.integrations.settings import parallel_of
 from gemini.jobs import JobError, refusing
 from gemini.jobs.models import ModelSource, find_model, hush, tokenizer_of
 from gemini.jobs.parts import choose, claimed, open_data, prepare_out, words_of
 from gemini.jobs.planner import as_options
 from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.settings import DemoSettings
-from gemini.jobs.train_options import Options, Parser, options_of, precision_of
+from gemini.jobs.train_options import GeminiArguments, Options, Parser, options_of, precision_of
 from gemini.patches import replaced
 from gemini.ranks import launch
 from gemini.ranks.process_groups import start_group
@@ -138,7 +139,7 @@ class Run:
         config = replace(options.config, trace=trace_of(options, source))
         if number := num_beside(options):
             config = replace(config, memory=budget_for(config, number))
-        mesh = mesh_of(options, size)
+        mesh = mesh_of(ours, size, args.device.type)
         transformers.set_seed(args.seed)  # drawn weights must not depend on what ran before
         try:
             is_built = isinstance(outline, nn.Module)
@@ -351,28 +352,21 @@ def join(timeout_s: float, *, cuda: bool) -> Iterator[Wire]:
     """The wire to the other processes of this job, in torch's default group, which waits ``timeout_s`` seconds for any
     of them. Gemini makes groups of its own beside it, so their messages never meet.
     """
-    if launch.num_processes() == 1 and not (dist.is_available() and dist.is_initialized()):
-        yield Wire()
-    elif dist.is_initialized():
-        yield Wire(dist.group.WORLD)
-    else:
+    starts = launch.num_processes() > 1 and not dist.is_initialized()
+    if starts:
         start_group(timedelta(seconds=timeout_s), cuda=cuda)
-        yield Wire(dist.group.WORLD)
+    yield Wire(dist.group.WORLD if dist.is_initialized() else None)
+    if starts:
         # Not after an error: a group whose ranks stand at different points may wait for them, and the process ends.
         dist.destroy_process_group()
 
 
-def mesh_of(options: Options, num_processes: int) -> Any:
-    """The mesh of the job's processes; None where all of them share one model."""
-    ours, kind = options.ours, options.args.device.type
-    if options.args.parallelism_config is not None:
-        return parallel_of(options.args.parallelism_config, num_processes, kind).mesh
-    if ours.replicas == ours.ep == 1:
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    sizes = (ours.replicas, num_processes // (ours.replicas * ours.ep), ours.ep)
-    return init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp", "ep"))
+def mesh_of(ours: GeminiArguments, num_processes: int, kind: str) -> Any:
+    """The mesh of the job's processes on devices of a ``kind``; None where all of them share one model."""
+    groups = {"dp_replicate": ours.replicas, "cp": ours.cp, "tp": ours.tp, "ep": ours.ep}
+    shared = num_processes // math.prod(groups.values())
+    sizes = {name: size for name, size in {"dp_replicate": ours.replicas, "dp": shared, **groups}.items() if size > 1}
+    return init_device_mesh(kind, (*sizes.values(),), mesh_dim_names=(*sizes,)) if sizes.keys() - {"dp"} else None
 
 
 # ---- what the trainer is given ---------------------------------------------------------------------------------------
