@@ -64,18 +64,18 @@ COMMANDS = {
         "plan",
     ),
     "machines": Command(
-        "List the machines that --machine knows by name; their figures are data sheets' peaks, each with its source.",
+        "List the machines that --machine knows by name. Their figures are data sheets' peaks, each with its source.",
         settings.Record,
         "trace",
     ),
     "simulate": Command(
-        "Play a plan on a machine: how long a step takes, what waits for what, what moves and what every tier holds.",
+        "Play a plan on a machine: how long a step takes, what waits for what, what moves, what each tier holds.",
         settings.SimulateSettings,
         "trace",
     ),
     "doctor": Command(
-        "Say what this machine offers: versions, processors, native kernels, memory, disks; --measure how fast it is; "
-        "or what is in a durable STORE, and whether it is whole.",
+        "Say what this machine offers: versions, processors, native kernels, memory, disks. With --measure also how "
+        "fast it is; of a durable STORE what is in it, and whether it is whole.",
         settings.DoctorSettings,
         "doctor",
     ),
@@ -117,7 +117,7 @@ def _run(name: str, words: list[str]) -> int:
     if name in ("", "-h", "--help"):
         print("Usage: gemini COMMAND [OPTIONS]\n")
         print("Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe.\n")
-        print(*(f"  {known:<10}{command.about.partition('. ')[0]}" for known, command in COMMANDS.items()), sep="\n")
+        print(*(f"  {known:<10}{command.about.partition('. ')[0].rstrip('.')}" for known, command in COMMANDS.items()), sep="\n")
         print("\n`gemini COMMAND --help` lists its options; `gemini --version` says the version.")
         return 0 if name else REFUSED
     if name not in COMMANDS:
@@ -129,7 +129,7 @@ def _run(name: str, words: list[str]) -> int:
             os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars are for those who look on
         from gemini.jobs.train import train
 
-        return train("sft" if name == "train" else name, words, console)
+        return train("sft" if name == "train" else name, words, console, about)
     parser = settings.RecordParser(name, about, record)
     if {"-h", "--help"} & {*words}:
         parser.print_help()

@@ -238,8 +238,8 @@ class SimulateSettings(_Played):
     out: Path | None = opt(_OUTPUT, "A JSON file for the timeline.", type=new_file)
 
 
-def _budget(where: str, of: str) -> Any:
-    return opt(_MACHINE, f"Budget {where}. (Default: 80 % of {of}.)", type=size)
+def _budget(where: str) -> Any:
+    return opt(_MACHINE, f"Budget {where}. (Default: 80 % of the machine's.)", type=size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,9 +267,9 @@ class PlanSettings(_Played, _Step):
     offload_activations: str = opt(
         _STEP, "Where the inputs of checkpointed blocks wait.", "auto", choices=("auto", "no", "cpu", "nvme")
     )
-    gpu: str | None = _budget("on each GPU, such as 24GiB", "what the machine's has")
-    cpu: str | None = _budget("in host memory, for all GPUs of a machine together", "the machine's")
-    nvme: str | None = _budget("on NVMe drives, for all GPUs of a machine together", "the machine's")
+    gpu: str | None = _budget("on each GPU, such as 24GiB")
+    cpu: str | None = _budget("in host memory, for all GPUs of a machine together")
+    nvme: str | None = _budget("on NVMe drives, for all GPUs of a machine together")
     gpus: int = opt(_MACHINE, "GPUs (or, on CPUs, processes) that share the model.", 1, least=1)
     tp: int = opt(_MACHINE, "GPUs that share each layer, in slices (tensor parallel).", 1, least=1)
     pp: int = opt(_MACHINE, "Stages of a pipeline; --accumulate says its micro-batches.", 1, least=1)

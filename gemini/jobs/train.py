@@ -64,10 +64,10 @@ MARKS = (
 ELSE = "`gemini plan MODEL --alternatives` says what else would do, if it is told of this step and these budgets."
 
 
-def train(kind: str, words: Sequence[str], console: Console) -> int:
-    """Run a job as the command line does; returns the exit code. ``kind``: "sft", "dpo", ..."""
+def train(kind: str, words: Sequence[str], console: Console, about: str = "") -> int:
+    """Run a job as the command line does; returns the exit code. ``kind``: "sft", "dpo", ...; ``about``: its help."""
     hush()
-    parser = Parser(kind)
+    parser = Parser(kind, about)
     if {"-h", "--help"} & {*words}:
         parser.print_help()
         return 0

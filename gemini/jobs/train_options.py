@@ -111,7 +111,7 @@ class Parser(Refusing, _TrlParser):
 
     values: Namespace
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, about: str = "") -> None:
         scripts: Any = trl.ScriptArguments
         if kind in ("grpo", "rloo"):
             module = __import__(f"trl.scripts.{kind}", fromlist=["scripts"])
@@ -119,7 +119,8 @@ class Parser(Refusing, _TrlParser):
         config = getattr(trl, f"{'Reward' if kind == 'reward' else kind.upper()}Config")
         records = (scripts, config, trl.ModelConfig, trl.DatasetMixtureConfig, GeminiArguments)
         self.kind = kind
-        _TrlParser.__init__(self, records, prog=f"gemini {kind}", allow_abbrev=False)
+        how = {"usage": f"gemini {kind} [OPTIONS]", "description": about, "allow_abbrev": False}
+        _TrlParser.__init__(self, records, prog=f"gemini {kind}", **how)
         self.said: dict[str, Any] = {}
         for action in self._actions:
             action.type = _KINDS.get(action.dest, action.type)
