@@ -117,7 +117,10 @@ def _run(name: str, words: list[str]) -> int:
     if name in ("", "-h", "--help"):
         print("Usage: gemini COMMAND [OPTIONS]\n")
         print("Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe.\n")
-        print(*(f"  {known:<10}{command.about.partition('. ')[0].rstrip('.')}" for known, command in COMMANDS.items()), sep="\n")
+        print(
+            *(f"  {known:<10}{command.about.partition('. ')[0].rstrip('.')}" for known, command in COMMANDS.items()),
+            sep="\n",
+        )
         print("\n`gemini COMMAND --help` lists its options; `gemini --version` says the version.")
         return 0 if name else REFUSED
     if name not in COMMANDS:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.jobs.planner import Machine, problem_of
@@ -130,16 +132,16 @@ FEW_STEPS = 100_000
 """Fewer steps than this until drives are worn out are a warning; of ten times as many nothing is said."""
 
 
-def screen(report: Report) -> list[str]:
-    """The lines, as ``say`` takes them: parts with an empty line between them."""
-    found: list[str] = []
+def screen(report: Report) -> list[RenderableType]:
+    """What ``say`` prints: parts with an empty line between them."""
+    found: list[RenderableType] = []
     for part in (_head, _verdict, _mesh, _homes, _facts, _alternatives):
         lines = [*part(report)]
         found += ["", *lines] if lines and found else lines
     return found
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head(report: Report) -> Iterator[RenderableType]:
     ranks, micro_batches, frozen = report["ranks"], report["accumulate"], report["num_params"] - report["num_trained"]
     of_them = f", {human_count(frozen)} of them frozen" if frozen else ""
     yield f"{report['model']}, {human_count(report['num_params'])} params{of_them}, {report['precision']}"
@@ -161,11 +163,9 @@ def _head(report: Report) -> Iterator[str]:
     if best := report["fastest"]:
         of_all = f"the quickest of {best['candidates']} ways" if report["step"] else "the largest that fits"
         yield fact("chosen", f"{best['options']} ({of_all}, {best['played']} planned)")
-        if best["hours_per_million"]:
-            yield fact("", f"{best['hours_per_million']:.3g} hours for a million tokens")
 
 
-def _verdict(report: Report) -> Iterator[str]:
+def _verdict(report: Report) -> Iterator[RenderableType]:
     if report["fits"]:
         rule = "" if report["optimizer"] == ADAM.name else f" with {report['optimizer']}"
         of_params = 0 if report["mesh"] else report["num_trained"]
@@ -181,7 +181,7 @@ def _verdict(report: Report) -> Iterator[str]:
     yield fact("it needs", f"{human_bytes(sum(report['needs'].values()))} for states and gradients: {each}")
 
 
-def _mesh(report: Report) -> Iterator[str]:
+def _mesh(report: Report) -> Iterator[RenderableType]:
     """The ranks of a mesh: its stages, and what a rank sends."""
     mesh = report["mesh"]
     if mesh is None:
@@ -199,16 +199,16 @@ def _mesh(report: Report) -> Iterator[str]:
             )
             for number, stage in enumerate(stages, 1)
         ]
-        yield from table((f"{rank} of stage", "blocks", "params", *stages[0]["held"], "works"), rows)
+        yield table((f"{rank} of stage", "blocks", "params", *stages[0]["held"], "works"), rows)
     if mesh["bubble"]:
         share = _percent(mesh["bubble"], report["step"]["seconds"])
         yield fact("bubble", f"{human_seconds(mesh['bubble'])} in which the slowest stage waits for others ({share})")
     if mesh["sent"]:
         rows = [(f"  {what}", *map(shown_bytes, both)) for what, both in mesh["sent"].items()]
-        yield from table((f"{rank} sends for", "in its machine", "to others"), rows)
+        yield table((f"{rank} sends for", "in its machine", "to others"), rows)
 
 
-def _homes(report: Report) -> Iterator[str]:
+def _homes(report: Report) -> Iterator[RenderableType]:
     """Who lives where: a row for each kind of content, a column for each tier."""
     held, update, budgets = report["held"], report["update"], report["budgets"]
     if not held:
@@ -228,10 +228,10 @@ def _homes(report: Report) -> Iterator[str]:
     if report["streamed"]:
         streamed = _percent(report["streamed"], trained)
         rows.append(("  of it streamed", *(streamed if tier == report["compute"] else "." for tier in held)))
-    yield from table(("who lives where".ljust(20), *(tier.rjust(13) for tier in held)), rows)
+    yield table(("who lives where", *held), rows, least=(20, *(13 for _ in held)))
 
 
-def _facts(report: Report) -> Iterator[str]:
+def _facts(report: Report) -> Iterator[RenderableType]:
     beside, step = report["activations"], report["step"]
     words = f"{human_bytes(beside['peak_bytes'])} at the peak"
     if beside["peak_phase"]:
@@ -252,7 +252,7 @@ def _facts(report: Report) -> Iterator[str]:
         yield fact("step time", f"not known without a machine: --machine NAME, or {measured}")
 
 
-def _time(report: Report, step: Report) -> Iterator[str]:
+def _time(report: Report, step: Report) -> Iterator[RenderableType]:
     """How long a step takes, and why."""
     seconds, per_second = step["seconds"], step["tokens_per_second"]
     a_million = f" (a million in {timedelta(seconds=round(1e6 / per_second))})" if per_second else ""
@@ -275,18 +275,16 @@ def _time(report: Report, step: Report) -> Iterator[str]:
         yield fact("drives wear", f"{written}: {worn:,} steps until what the drives are rated for")
 
 
-def _alternatives(report: Report) -> Iterator[str]:
+def _alternatives(report: Report) -> Iterator[RenderableType]:
     """What else there is: of ``--fastest`` a line each, since all of them fit and compute the same."""
     if report["fastest"]:
         for number, other in enumerate(report["alternatives"] if report["step"] else ()):
             words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['result']}"
             yield fact("" if number else "next to it", words)
-        # In lines that a shell takes together.
-        lines = textwrap.wrap(report["fastest"]["command"], 60, break_long_words=False, break_on_hyphens=False)
-        for number, line in enumerate(lines):
-            yield fact("" if number else "run it with", line if line is lines[-1] else f"{line} \\")
-        for number, line in enumerate(report["fastest"]["python"]):
-            yield fact("" if number else "or in Python", line)
+        for title, lines in ("run it with", [report["fastest"]["command"]]), ("in Python", report["fastest"]["python"]):
+            if any(lines):
+                yield from ("", title)
+                yield from map(Text, lines)
         return
     fits = {True: "yes", False: "no", None: "."}
     rows = [
@@ -294,7 +292,7 @@ def _alternatives(report: Report) -> Iterator[str]:
         for other in report["alternatives"]
     ]
     if rows:
-        yield from table(("what else it could do", "result", "fits", "tokens/s"), rows, left=2)
+        yield table(("what else it could do", "result", "fits", "tokens/s"), rows, left=2)
 
 
 def _percent(part: float, whole: float) -> str:

@@ -5,43 +5,50 @@ from __future__ import annotations
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.status import Status
+from rich.table import Table
+from rich.text import Text
 
 from gemini.errors import human_bytes
 from gemini.jobs import refusing
 from gemini.planning.timeline import Timeline
 
 WIDEST = 100  # columns that are used at most
-LABEL = 17  # columns of what a line is about, where it begins with that
 
 
-def say(console: Console, lines: Iterable[str]) -> None:
-    """Print lines; what is too long for one is folded and indented, under its text where it has a label."""
-    width = min(console.width, WIDEST)
-    for line in lines:
-        has_label = line[LABEL - 1 : LABEL] == " " and (line[0] == " " or "  " in line[:LABEL])
-        indent = " " * (LABEL if has_label else 2)
-        how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
-        console.print(*(textwrap.wrap(line, width, **how) if len(line) > width else [line]), sep="\n")
+def say(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print lines, facts and tables; what is too long for a line is folded where it stands, but for a ``Text``: it is
+    there to be copied.
+    """
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text), width=min(console.width, WIDEST))
 
 
-def fact(label: str, text: str) -> str:
+def fact(label: str, text: str) -> Table:
     """A line that begins with what it is about."""
-    return f"{label:<{LABEL}}{text}"
+    found = Table.grid("", "")
+    found.columns[0].width = 17
+    found.add_row(label, text)
+    return found
 
 
-def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], *, left: int = 1) -> list[str]:
-    """The lines of a table, whose first ``left`` columns begin where they do, and whose others end there."""
-    cells = [[str(cell) for cell in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    sides = [f"<{width}" if column < left else f">{width}" for column, width in enumerate(widths)]
-    return ["  ".join(f"{cell:{side}}" for cell, side in zip(row, sides, strict=True)).rstrip() for row in cells]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, least: Sequence[int] = ()) -> Table:
+    """Rows under a ``head``. The first ``left`` columns begin where they do, the others end there; ``least``: how wide
+    columns are at least.
+    """
+    found = Table(box=None, pad_edge=False, header_style="")
+    for number, title in enumerate(head):
+        found.add_column(title, justify="left" if number < left else "right", overflow="fold")
+    for column, width in zip(found.columns, least, strict=False):
+        column.min_width = width
+    for row in rows:
+        found.add_row(*row)
+    return found
 
 
 def shown_bytes(num_bytes: int) -> str:
@@ -84,7 +91,7 @@ def stdout_closed_to_others() -> Iterator[None]:
 def answer(
     settings: Any,
     console: Console,
-    lines: Iterable[str],
+    lines: Iterable[RenderableType],
     *,
     json: str,
     value: str | None = None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 import gemini
 from gemini.errors import human_bytes
@@ -96,12 +97,12 @@ def trace(settings: TraceSettings, console: Console) -> int:
     with progress("tracing the step"):
         found = take_trace(settings)
     text = found.to_json()
-    lines = [*str(found).splitlines(), "", *_phases(found), "", *_modules(found)]
+    lines: list[RenderableType] = [*str(found).splitlines(), "", _phases(found), "", _modules(found)]
     answer(settings, console, lines, json=text, value=text, hint=f"; for a plan: gemini plan --trace {settings.out}")
     return 0
 
 
-def _phases(found: MemoryTrace) -> list[str]:
+def _phases(found: MemoryTrace) -> Table:
     """Work by phase: matrix products, memory traffic, operations."""
     by_phase = {phase: [moment for moment in found.moments if moment.phase is phase] for phase in Phase}
     rows = [
@@ -119,7 +120,7 @@ def _phases(found: MemoryTrace) -> list[str]:
     return table(("phase", "moments", "operations", "TFLOP", "read+written", "peak"), rows)
 
 
-def _modules(found: MemoryTrace) -> list[str]:
+def _modules(found: MemoryTrace) -> Table:
     """Where most bytes beside the params are live: modules by their highest peak."""
     peaks: dict[tuple[str, str], int] = {}
     for moment in found.moments:

@@ -254,7 +254,7 @@ def test_the_answer_says_what_else_there_is_and_what_runs_it(gemini_command: Com
     assert all(f"`{name}`" in page for name in ("fastest", *best))
     screen = gemini_command.ok("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB").stdout
     assert f"chosen {best['options']}" in " ".join(screen.split())
-    assert "run it with      gemini sft --model-name-or-path" in screen
+    assert "\nrun it with\ngemini sft --model-name-or-path" in screen
     assert "\nnext to it " in screen
 
 

@@ -1,15 +1,18 @@
 """Updates that are streamed from host memory through the GPU: their value, bytes, budget, choice and predicted time."""
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, stack_plan
 from traces import decoder_trace
 
 from gemini.errors import BudgetExceeded, PlanMismatch
-from gemini.jobs.plan_report import describe, screen
+from gemini.jobs.plan_report import Report, describe, screen
 from gemini.jobs.planner import Machine
+from gemini.jobs.screen import say
 from gemini.jobs.settings import PlanSettings
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Figure, Hardware
@@ -235,6 +238,13 @@ def test_plans_of_before_are_read_and_stream_nothing() -> None:
         Plan.from_json(json.dumps(body))
 
 
+def shown(report: Report) -> list[str]:
+    """The lines of the screen."""
+    out = io.StringIO()
+    say(Console(file=out, width=100), screen(report))
+    return out.getvalue().splitlines()
+
+
 def test_the_report_says_how_much_is_streamed_and_what_that_holds() -> None:
     made = plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement(updates_on_gpu=0.5))
     asked = PlanSettings(), Machine(dict(made.problem.budgets), {}, None, GPU, 1, 1), SMALL
@@ -243,11 +253,11 @@ def test_the_report_says_how_much_is_streamed_and_what_that_holds() -> None:
     assert sum(told["held"]["gpu"].values()) == made.bytes_per_tier[GPU]
     params = sum(made.layout.chunks[i].payload for i in made.placement.streamed)
     assert told["streamed"] == params == told["update"]["gpu"] and told["update"]["cpu"] == SMALL.num_params - params
-    (line,) = [line for line in screen(told) if line.startswith("  of it streamed")]
+    (line,) = [line for line in shown(told) if line.startswith("  of it streamed")]
     assert f"{params / SMALL.num_params:.0%}" in line
     without = describe(*asked, plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement()))
     assert without["streamed"] == 0 and "staging" not in without["held"]["gpu"]
-    assert not any("streamed" in line for line in screen(without))
+    assert not any("streamed" in line for line in shown(without))
 
 
 # ---- the predicted time ----------------------------------------------------------------------------------------------
