@@ -13,7 +13,6 @@ With several ranks the first one writes; the others wait at an agreement, where 
 from __future__ import annotations
 
 import copy
-import ctypes
 import json
 import mmap
 import os
@@ -32,6 +31,7 @@ from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks.agree import Attempt, Point
 from gemini.ranks.wire import Tag
+from gemini.train.checkpoint.format import bytes_of
 from gemini.train.engine import Engine
 from gemini.train.modules.codes import first_coded
 from gemini.train.modules.reading import is_a, is_tuner_layer
@@ -139,10 +139,7 @@ def _views(by_names: ByName, folder: Any, dtype: torch.dtype | None) -> dict[str
         if view is None or not view.numel():
             elsewhere.append((handle, (handle.param.shape, written)))
             continue
-        buffer = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
-        # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
-        buffer.owner = view  # type: ignore[attr-defined]
-        views[handle.name] = torch.frombuffer(buffer, dtype=written).view(view.shape)
+        views[handle.name] = torch.frombuffer(bytes_of(view), dtype=written).view(view.shape)
     for (handle, _), place in zip(elsewhere, places_in(folder, [form for _, form in elsewhere]), strict=True):
         views[handle.name] = place.copy_(by_names.read(handle, dtype))
     return views
