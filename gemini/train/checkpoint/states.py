@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 
@@ -56,7 +55,7 @@ def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
 
 
 def rng_states(*, of_gpus: bool = True) -> dict[str, Any]:
-    """The random states of this process: Python's, torch's, numpy's if it is loaded."""
+    """The random states of this process: Python's, torch's, NumPy's."""
     # A tensor in place of 625 numbers: it goes to the file of values.
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -65,10 +64,9 @@ def rng_states(*, of_gpus: bool = True) -> dict[str, Any]:
     }
     if of_gpus and torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()
-    # Not imported for this: a generator that nobody has loaded has no state.
-    if "numpy" in sys.modules:
-        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached]
+    of_numpy: Any = numpy.random.get_state()
+    name, keys, *rest = of_numpy
+    states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
     return states
 
 
@@ -80,11 +78,9 @@ def set_rng_states(states: dict[str, Any]) -> None:
     # With another number of GPUs it is unclear whose state is whose.
     if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
-    if "numpy" in states and importlib.util.find_spec("numpy") is not None:
-        import numpy
-
-        name, keys, position, has_gauss, cached = states["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    if "numpy" in states:  # of a process that had loaded it
+        name, keys, *rest = states["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
 def _try_rng_states(path: Path, states: dict[str, Any]) -> None:
