@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -189,19 +191,15 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors whose ranges meet have a byte in common: columns of one matrix have not."""
-    if a.device != b.device:
-        return False
-    # Both without gaps (or of other item sizes, where one is not looked at closer): ranges that meet share bytes.
-    if (_extent(a) == a.numel() and _extent(b) == b.numel()) or a.itemsize != b.itemsize:
-        return True
-    first = min(a.data_ptr(), b.data_ptr())
-    places = []
-    for tensor in (a, b):
-        offset = (tensor.data_ptr() - first) // tensor.itemsize
-        # The elements that each of them has, by number from the lower address on.
-        line = torch.arange(offset, offset + _extent(tensor), dtype=torch.int64)
-        places.append(line.as_strided(tensor.shape, tensor.stride()).reshape(-1))
-    return bool(torch.isin(*places).any())
+    return a.device == b.device and numpy.shares_memory(_outline(a), _outline(b))
+
+
+def _outline(tensor: torch.Tensor) -> Any:
+    """Where a tensor lies, as NumPy sees it: of any dtype and on any device, for its memory is not touched."""
+    size = tensor.itemsize
+    form = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "typestr": f"|V{size}", "version": 3}
+    strides = tuple(stride * size for stride in tensor.stride())
+    return numpy.asarray(SimpleNamespace(__array_interface__={**form, "strides": strides}))
 
 
 def _check_class(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
