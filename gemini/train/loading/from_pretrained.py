@@ -25,7 +25,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import nn
@@ -545,9 +544,7 @@ class StoredModel(Skeleton):
             stack.enter_context(replaced(core_model_loading, "set_param_for_module", put))
             stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
             stack.enter_context(reading_slices(self._metas, readings or {}))
-            stack.enter_context(
-                mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
-            )  # else threads read far ahead
+            stack.enter_context(_environment("HF_DEACTIVATE_ASYNC_LOAD", "1"))  # else threads read far ahead
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)
 
 
@@ -649,3 +646,17 @@ def _apart(model: Any) -> Iterator[None]:
     finally:
         for params, leaf, param in taken:
             params[leaf] = param
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    # Not by `unittest.mock`, which empties the environment for a moment as it puts it back.
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

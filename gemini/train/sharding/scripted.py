@@ -69,7 +69,8 @@ class Channel:
 
     def gather(self, chunk: Chunk) -> None:
         """Fill the window of a chunk with the shards of all ranks, all of which gather it now."""
-        self.launch_gather(chunk, DONE).wait()
+        with torch.profiler.record_function("gemini::all_gather"), self.during(Track.GATHER, chunk):
+            self.wire.begin_all_gather(Tag.ALL_GATHER, chunk.flat, f"the all-gather of {chunk.name}").wait()
 
     def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
         """Begin to fill the window of a chunk when ``ready`` is complete; the end of that. Called by the launcher."""
