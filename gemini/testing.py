@@ -82,6 +82,15 @@ class StandinDevice(HostMemoryDevice):
     def free_bytes(self) -> int:
         return self._memory
 
+    def synchronize(self) -> None:
+        """Wait until every copy that was begun is over, whatever became of it."""
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            over = Event()
+            stream.put(over.finish)
+            over.wait()
+
     def close(self) -> None:
         close_gate = getattr(self._gate, "close", None)
         if close_gate is not None:

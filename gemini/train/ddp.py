@@ -34,6 +34,7 @@ from gemini.train.modules.reading import Structure
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
+from gemini.train.passes.parking import Block
 from gemini.train.passes.stepping import MeasuredNorm
 from gemini.train.report import MemoryReport, Recording, make_report
 from gemini.train.setup.wrappable import refuse_unwrappable
@@ -307,12 +308,12 @@ class GeminiDDP(nn.Module):
                 hold the memory: the model stays parked, and ``with model.parked(): pass`` tries again.
             GeminiError: if a view of the weights, or a graph whose backward is to come, holds memory of the GPU.
         """
-        engine = engine_of(self)
-        run_alone(engine.state, wrap.park, engine)
+        engine, block = engine_of(self), Block()
         try:
+            run_alone(engine.state, wrap.park, engine, block)
             yield
         finally:
-            run_alone(engine.state, engine.parking.leave)
+            run_alone(engine.state, engine.parking.leave, block)
 
     @alone
     def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -33,6 +33,7 @@ from gemini.train.optimizers.in_place import give_back as give_optimizer_back
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import StageParam, owners_of
 from gemini.train.passes import hooks
+from gemini.train.passes.parking import Block
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.experts import spread_experts
 from gemini.train.slices.slicing import WholeParams, compare_first_batch, cut_if_whole, cuts_in
@@ -192,10 +193,10 @@ def settle(engine: Engine) -> None:
         pending.join()
 
 
-def park(engine: Engine) -> None:
+def park(engine: Engine, block: Block) -> None:
     """Begin ``model.parked()`` (:meth:`gemini.train.passes.parking.Parking.enter`)."""
     settle(engine)
-    engine.parking.enter()
+    engine.parking.enter(block)
 
 
 def unmanage(model: nn.Module, what: str) -> None:

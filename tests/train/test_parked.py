@@ -21,6 +21,7 @@ from tests.scaling import backward, clip_grads, make_step, new_scaler
 from tests.standins import PieceDevice
 from tests.train import helpers
 from tests.train.helpers import batch, llama, step_on
+from tests.train.moments import interrupt_at, moments_of
 from tests.world import world_of
 
 PLENTY = {"gpu": "64MiB", "cpu": "64MiB", "nvme": "64MiB"}
@@ -293,6 +294,34 @@ def test_others_that_hold_the_memory_keep_it_parked(tmp_path: Path, monkeypatch:
     with model.parked():
         assert world_of(model).used(Tier.GPU) == 0
     helpers.assert_same_snapshot(train(model, parks=False), train(wanted, parks=False))
+
+
+@pytest.mark.parametrize("every", [60, pytest.param(9, marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_moment_parks_all_of_it_or_nothing(every: int, tmp_path: Path) -> None:
+    """And the next block brings back what it has left parked."""
+    model = wrap(tmp_path, **HALF)
+    world = world_of(model)
+    train(model, parks=False, steps=1)
+
+    def park() -> None:
+        with model.parked():
+            pass
+
+    def held() -> dict[Tier, dict[str, int]]:
+        return {tier: {holder: n for holder, n in world.holders(tier).items() if n} for tier in world.tiers}
+
+    park()
+    before, wanted, num_interrupted = held(), helpers.snapshot(model), 0
+    for moment in moments_of(park)[::every]:
+        try:
+            interrupt_at(moment, park)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        park()  # not sooner: the frames of the interrupt look into the planes
+        world.check()
+        assert held() == before, moment
+        helpers.assert_same_snapshot(helpers.snapshot(model), wanted)
+    assert num_interrupted > 30
 
 
 # ---- what is special about some models -------------------------------------------------------------------------------

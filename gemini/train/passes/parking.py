@@ -9,6 +9,7 @@ ever, and gradients that wait are carried along. What is in flight is over befor
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,10 @@ class _Away(NamedTuple):
     below: Plane
 
 
+class Block:
+    """One ``with model.parked():`` of a program."""
+
+
 class Parking:
     """Parks one model, and brings it back. Called by one thread alone, while nothing is in flight."""
 
@@ -50,32 +55,39 @@ class Parking:
         self._store, self._state, self._params = parts.store, parts.state, parts.params
         self._exposure, self._by_names = parts.exposure, parts.by_names
         self._config, self._problem = config, problem
-        self._depth = 0
+        # Weakly: a block that an interrupt has kept from leaving ends with its frame, and keeps nothing parked.
+        self._blocks = weakref.WeakSet[Block]()
         self._away = list[_Away]()
         self._given: dict[str, int] = {}  # bytes of the device's budget that were given back, by holder
 
-    def enter(self) -> None:
+    def enter(self, block: Block) -> None:
         """Park the model, unless it is. All ranks come here together. What is refused has moved nothing."""
-        if not self._state.is_parked:
-            away = list[_Away]()
+        if self._state.is_parked:
+            self._blocks.add(block)
+            return
+        away = list[_Away]()
+        try:
             with Attempt(BaseException) as attempt:
                 if self._state.computing:
                     raise GeminiError("parked() inside a forward, a backward or gathered(): leave that first")
                 self._copy_down(away)
-            try:
-                self._by_names.agree(Point.PARK, "parked()", lambda: Facts({}), attempt.refusal)
-            except BaseException:
-                self._drop(away)
-                raise
+            self._by_names.agree(Point.PARK, "parked()", lambda: Facts({}), attempt.refusal)
             with WHOLE:
                 self._leave(away)
-        self._depth += 1
+                self._blocks.add(block)
+        except BaseException:
+            if not self._state.is_parked:
+                with WHOLE:
+                    self._store.device.synchronize()  # a copy that was begun is no longer waited for
+                    self._drop(away)
+            raise
 
-    def leave(self) -> None:
+    def leave(self, block: Block) -> None:
         """Bring the model back, at the end of the outermost block. If others have its memory it stays parked."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._come_back()
+        if block in self._blocks:  # else it was refused, or cut off, before it had parked anything
+            self._blocks.discard(block)
+            if not self._blocks:
+                self._come_back()
 
     # ---- away -------------------------------------------------------------------------------------------------------
 
@@ -133,15 +145,15 @@ class Parking:
         store, num_bytes = self._store, plane.num_bytes
         spec = PlaneSpec(kind, str(plane.dtype).removeprefix("torch."), plane.block)
         for tier in (Tier.CPU, *(filed for filed in FILED if filed in store.files and plane.block == 1)):
-            if store.ledger.reserve_if_room(tier, num_bytes, kind, WELCOME):
-                with WHOLE, torch.inference_mode(False):
+            with WHOLE, torch.inference_mode(False):
+                if store.ledger.reserve_if_room(tier, num_bytes, kind, WELCOME):
                     try:
                         below = make_plane(spec, plane.numel, tier, store.device, store.files, crosses=False)
                     except BaseException:
                         store.ledger.release(tier, num_bytes, kind)
                         raise
                     away.append(_Away(chunk, kind, plane, below))
-                return
+                    return
         below_gpu = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
         free = ", ".join(f"{tier.value} {human_bytes(store.ledger.free(tier))}" for tier in below_gpu)
         raise BudgetExceeded(
@@ -195,45 +207,49 @@ class Parking:
 
     # ---- back -------------------------------------------------------------------------------------------------------
 
-    def _take_back(self) -> None:
-        """Reserve what was given, or nothing."""
-        ledger, tier, taken = self._store.ledger, self._store.device.tier, list[str]()
+    def _come_back(self) -> None:
+        """Bring back what was on the device, all or nothing: then the model stays parked."""
+        reserved = dict[str, int]()
+        try:
+            if self._store.device.tier is Tier.GPU:
+                self._take_back(reserved)
+                self._fill_again()
+            with WHOLE:
+                for chunk, kind, plane, _ in self._away:
+                    chunk.change_planes({kind: plane})
+                    if kind == WEIGHTS:
+                        expose(self._params.by_chunk[chunk.spec.index])
+                        hide(self._params.by_chunk[chunk.spec.index])
+                self._drop(self._away)
+                self._away = []
+                self._state.is_parked = False
+        except BaseException:
+            if self._state.is_parked and reserved:
+                with WHOLE:
+                    self._empty()
+                    for holder, held in reserved.items():
+                        self._store.ledger.release(Tier.GPU, held, holder)
+            raise
+
+    def _take_back(self, reserved: dict[str, int]) -> None:
+        """Reserve what was given; ``reserved`` gets what was, by holder, also if that breaks off."""
         try:
             for holder, held in self._given.items():
-                ledger.reserve(tier, held, holder)
-                taken.append(holder)
+                with WHOLE:
+                    self._store.ledger.reserve(Tier.GPU, held, holder)
+                    reserved[holder] = held
         except BudgetExceeded as e:
-            for holder in taken:
-                ledger.release(tier, self._given[holder], holder)
             raise BudgetExceeded(
                 f"{e}: other models of its budget have taken what this one gave. It stays parked: let them give back "
                 "(park or delete one), then `with model.parked(): pass` brings it back"
             ) from e
 
-    def _come_back(self) -> None:
-        """Bring back what was on the device, all or nothing: then the model stays parked."""
-        store, ledger, tier = self._store, self._store.ledger, self._store.device.tier
-        if tier is Tier.GPU:
-            self._take_back()
-            try:
-                begin_budget(store.device, self._config, self._problem, ledger.used(tier))
-                store.device.reserve_windows(self._given.get("pool", 0))
-                store.device.reserve_buffers([plane.num_bytes for _, _, plane, _ in self._away])
-                for _, _, plane, below in self._away:
-                    plane.take_again()
-                    self._copy(below, plane)
-            except BaseException:
-                with WHOLE:
-                    self._empty()
-                    for holder, held in self._given.items():
-                        ledger.release(tier, held, holder)
-                raise
-        with WHOLE:
-            for chunk, kind, plane, _ in self._away:
-                chunk.change_planes({kind: plane})
-                if kind == WEIGHTS:
-                    expose(self._params.by_chunk[chunk.spec.index])
-                    hide(self._params.by_chunk[chunk.spec.index])
-            self._drop(self._away)
-            self._away = []
-            self._state.is_parked = False
+    def _fill_again(self) -> None:
+        """Put memory behind planes and windows once more, and the copies into the planes."""
+        device = self._store.device
+        begin_budget(device, self._config, self._problem, self._store.ledger.used(Tier.GPU))
+        device.reserve_windows(self._given.get("pool", 0))
+        device.reserve_buffers([plane.num_bytes for _, _, plane, _ in self._away])
+        for _, _, plane, below in self._away:
+            plane.take_again()
+            self._copy(below, plane)
