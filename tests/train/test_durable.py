@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import random
@@ -30,11 +31,13 @@ from gemini.memory.durable import folder
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.memory.nvme import Extent
+from gemini.train import engine
 from gemini.train.checkpoint import write as checkpoint_write
 from gemini.train.checkpoint.durable import StoreHome, committed_extra, open_store
+from gemini.train.setup import build
 from gemini.train.update import worker as update_worker
 from tests.crash_images import Judge, Log, content
-from tests.train.helpers import adam, assert_same_snapshot, batch, gpt2, make_config, snapshot, train
+from tests.train.helpers import adam, assert_same_snapshot, batch, failing, gpt2, make_config, snapshot, train
 from tests.world import world_of
 
 
@@ -447,6 +450,16 @@ def test_a_drive_that_cannot_hold_two_slots_is_said_when_the_model_is_wrapped(tm
     with mock.patch.object(os, "posix_fallocate", side_effect=full), says:
         durable("disk", tmp_path)
     model, _ = durable("disk", tmp_path)  # the lock was let go
+    end(model)
+
+
+@pytest.mark.parametrize("part", [(build, "_make_chunk", 2), (engine, "Updates", 1)])
+def test_a_wrap_that_breaks_off_lets_go_of_its_store(part: tuple[Any, str, int], tmp_path: Path) -> None:
+    owner, name, number = part
+    with failing(owner, name, number, MemoryError()), pytest.raises(MemoryError):
+        durable("disk", tmp_path)
+    gc.collect()
+    model, _ = durable("disk", tmp_path)
     end(model)
 
 

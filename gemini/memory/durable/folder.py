@@ -30,6 +30,7 @@ import re
 import shutil
 import socket
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count, takewhile
@@ -178,6 +179,7 @@ class StoreFolder:
             self._open(sizes, smallest)
         except BaseException:
             os.close(self._lock)
+            self._lock = -1
             raise
 
     def _open(self, sizes: Mapping[str, int], smallest: Smallest) -> None:
@@ -301,6 +303,11 @@ class StoreFolder:
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
+
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Of a wrap that broke off later: the lock is a number, which nobody else would close.
+        if not _ending() and getattr(self, "_lock", -1) >= 0:
+            self.close()
 
 
 @contextlib.contextmanager

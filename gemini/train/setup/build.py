@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -79,34 +80,39 @@ def build(
     there = sum(n.param.nbytes for n in named if n.param.device == device.torch_device)
     begin_budget(device, config, problem, needed[device.tier], there)
     _reserve_on_device(device, ledger, problem, placement, in_flight=0 if ranks.are_alone else problem.in_flight)
-    durable = _open_store(config, problem, ranks)
-    files = _open_files(config, needed, durable)
-    chunks = [_make_chunk(spec, problem, placement, device, files, durable) for spec in problem.layout.chunks]
-    params = _make_params(named, chunks, problem, owner, ranks, cuts or {})
-    for index, handles in params.by_chunk.items():
-        _make_views(chunks[index], handles)
-    for access in accesses(decision.trace, problem.layout):
-        for index in access.chunks:
-            chunks[index].first_use = min(chunks[index].first_use, access.moment)
-    # What moves them.
+    with ExitStack() as opened:
+        durable = _open_store(config, problem, ranks)
+        if durable is not None:
+            # Whoever keeps the error keeps what this function has, and the store would be in use for as long.
+            opened.callback(durable.close)
+        files = _open_files(config, needed, durable)
+        chunks = _make_chunks(decision, device, files, durable)
+        params = _make_params(named, chunks, problem, owner, ranks, cuts or {})
+        for index, handles in params.by_chunk.items():
+            _make_views(chunks[index], handles)
+        mover = _make_mover(device, ledger, problem, rule)
+        transfers = Transfers(mover, _lanes(config, ranks, device))
+        manager = Manager(
+            chunks,
+            ledger=ledger,
+            device=device,
+            mover=mover,
+            policy=config.eviction_policy,
+            foresight=PlannedForesight(decision, owner, config.eviction_policy, ledger),
+            transfers=transfers,
+        )
+        opened.pop_all()
+    in_steps = problem.working_set + problem.in_flight
+    store = ChunkStore(chunks, device, ledger, mover, transfers, manager, files, in_steps, durable)
+    return Built(decision, params, store)
+
+
+def _make_mover(device: Device, ledger: Ledger, problem: Problem, rule: UpdateRule) -> Mover:
+    """Make what moves bytes, with staging for tiles of the largest chunk."""
     largest = max(chunk.numel for chunk in problem.layout.chunks)
     whole = whole_numel(problem.layout, problem.rule)
     device_tile = device_tile_numel(largest, problem.rule, whole)
-    mover = Mover(device, tile_numel(largest, whole), ledger, device_tile=device_tile, rule=rule.spec)
-    transfers = Transfers(mover, _lanes(config, ranks, device))
-    manager = Manager(
-        chunks,
-        ledger=ledger,
-        device=device,
-        mover=mover,
-        policy=config.eviction_policy,
-        foresight=PlannedForesight(decision, owner, config.eviction_policy, ledger),
-        transfers=transfers,
-    )
-    in_steps = problem.working_set + problem.in_flight
-    return Built(
-        decision, params, ChunkStore(chunks, device, ledger, mover, transfers, manager, files, in_steps, durable)
-    )
+    return Mover(device, tile_numel(largest, whole), ledger, device_tile=device_tile, rule=rule.spec)
 
 
 def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
@@ -258,6 +264,18 @@ def _crossing_planes(problem: Problem, placement: Placement) -> list[tuple[str, 
         for kind, num_bytes in problem.sizes[i].items()
         if homes[kind] is Tier.CPU and (kind in _CROSSING or i in placement.streamed)
     ]
+
+
+def _make_chunks(
+    decision: Decision, device: Device, files: Mapping[Tier, SpillFile], durable: StoreFolder | None
+) -> list[Chunk]:
+    """Allocate all chunks, which know when they are first read."""
+    problem, placement = decision.problem, decision.placement
+    chunks = [_make_chunk(spec, problem, placement, device, files, durable) for spec in problem.layout.chunks]
+    for access in accesses(decision.trace, problem.layout):
+        for index in access.chunks:
+            chunks[index].first_use = min(chunks[index].first_use, access.moment)
+    return chunks
 
 
 def _make_chunk(
