@@ -87,9 +87,7 @@ class StandinDevice(HostMemoryDevice):
         with self._lock:
             streams = list(self._streams.values())
         for stream in streams:
-            over = Event()
-            stream.put(over.finish)
-            over.wait()
+            stream.submit(lambda: None).wait_until_over()
 
     def close(self) -> None:
         close_gate = getattr(self._gate, "close", None)
