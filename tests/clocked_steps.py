@@ -22,13 +22,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gemini
+from gemini.planning import working
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.hardware import Hardware, machine
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.trace import AttentionWork, MemoryTrace, Moment, Phase
 from gemini.planning.working import TILE
 from gemini.tiers import Tier
-from gemini.train.activations import flights
 from tests.virtual_time import Rates, TimedStandin, VirtualClock
 from tests.world import world_of
 
@@ -53,10 +53,13 @@ class Case(NamedTuple):
     resident: float = 0.0
     """The share of the weights that stay on the GPU."""
     layers: int = 32
+    kept: int = 0
+    """Blocks that are not computed again."""
 
     def __str__(self) -> str:
         more = [*self.how, *(["activations on the host"] if self.offload else [])]
         more += ["weights on the GPU"] if self.resident else []
+        more += [f"{self.kept} blocks kept"] if self.kept else []
         return f"{self.card}, {self.batches} x {self.tokens:,}, {', '.join(more) or 'clipped'}"
 
     @property
@@ -81,7 +84,7 @@ class Told(NamedTuple):
 
 
 INSIDE, GUESSED = {"step_in_backward": True}, {"step_in_backward": True, "speculate": True}
-RTX4090, H100 = 24564 * 2**20, 81559 * 2**20
+RTX4090, RTX5090, H100 = 24564 * 2**20, 32606 * 2**20, 81559 * 2**20
 CASES = (
     Case("rtx4090", RTX4090, 4096),
     Case("rtx4090", RTX4090, 8192),
@@ -95,6 +98,8 @@ CASES = (
     Case("h100", H100, 8192, batches=2),
     Case("h100", H100, 16384, resident=1.0),
     Case("h100", H100, 16384, offload="cpu", how=INSIDE),
+    Case("rtx4090", RTX4090, 8192, offload="cpu", kept=8),
+    Case("rtx5090", RTX5090, 8192, offload="cpu", kept=16),
 )
 
 
@@ -107,12 +112,12 @@ def _config(side: int, layers: int) -> LlamaConfig:
 
 
 @cache
-def _trace(side: int, layers: int, tokens: int) -> MemoryTrace:
+def _trace(side: int, layers: int, tokens: int, kept: int) -> MemoryTrace:
     length = min(tokens, SEQUENCE) // side
     ids = torch.empty(tokens // SEQUENCE or 1, length, dtype=torch.int64, device="meta")
     return gemini.trace(
         _config(side, layers), {"input_ids": ids, "labels": ids}, target="cuda" if side == 1 else "cpu",
-        checkpointing="non-reentrant",
+        checkpointing="non-reentrant", kept_blocks=kept,
     )  # fmt: skip
 
 
@@ -122,7 +127,7 @@ FLOPS = 1e12
 
 def _timed_trace(case: Case) -> MemoryTrace:
     """The small step, whose moments take as long as those of the large one."""
-    large, small = _trace(1, case.layers, case.tokens), _trace(SIDE, case.layers, case.tokens)
+    large, small = (_trace(side, case.layers, case.tokens, case.kept) for side in (1, SIDE))
     costs = Costs(machine(case.card), Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
     assert [(m.phase, m.module) for m in large.moments] == [(m.phase, m.module) for m in small.moments]
 
@@ -207,6 +212,7 @@ def _charge(model: nn.Module, trace: MemoryTrace, clock: VirtualClock, hardware:
         module.register_forward_hook(charge(path))
 
 
+@patch.object(working, "FLIGHTS", working.FLIGHTS // SCALE)
 def clocked(case: Case, folder: Path, *, num_steps: int = 3) -> Told:
     """The last of some steps."""
     trace, hardware = _timed_trace(case), _hardware(case)
@@ -229,7 +235,7 @@ def clocked(case: Case, folder: Path, *, num_steps: int = 3) -> Told:
     small.gradient_checkpointing_enable({"use_reentrant": False})
     _charge(small, trace, clock, hardware, 0.0 if case.resident else figures.get("hook_seconds", 0.0))
     memory = gemini.MemoryBudget(gpu=budgets[Tier.GPU], cpu=budgets[Tier.CPU])
-    with clock.running(), patch.object(flights, "DEPTH", flights.DEPTH // SCALE):
+    with clock.running():
         config = gemini.GeminiConfig(
             memory=memory, placement=plan, gradients=case.gradients, device=TimedStandin(clock),
             max_chunk=DEFAULT_MAX_CHUNK // SCALE,

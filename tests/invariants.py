@@ -93,7 +93,7 @@ def _check_flights(flights: Flights) -> None:
     buffers = sum(flight.num_bytes for flight in under_way if flight.buffer is not None)
     held = {Tier.CPU: buffers + flights._parked_bytes}
     if flights._computing is not Tier.CPU:
-        held[flights._computing] = sum(flight.num_bytes for flight in under_way)
+        held[flights._computing] = sum(flight.num_bytes for flight in under_way if not flight.taken)
     assert all(flights._ledger.held(tier, IN_FLIGHT) == num_bytes for tier, num_bytes in held.items()), held
 
 

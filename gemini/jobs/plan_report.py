@@ -145,7 +145,7 @@ def _head(report: Report) -> Iterator[RenderableType]:
     ranks, micro_batches, frozen = report["ranks"], report["accumulate"], report["num_params"] - report["num_trained"]
     of_them = f", {human_count(frozen)} of them frozen" if frozen else ""
     yield f"{report['model']}, {human_count(report['num_params'])} params{of_them}, {report['precision']}"
-    but_kept = f" but for the last {report['kept_blocks']} blocks" if report["kept_blocks"] else ""
+    but_kept = f" but for {report['kept_blocks']} blocks" if report["kept_blocks"] else ""
     shapes = sorted({"x".join(map(str, shape)) for shape in report["batch"].values()})
     step_words = {
         f"{', '.join(shapes) or 'a batch'} tokens": True,

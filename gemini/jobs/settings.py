@@ -189,7 +189,7 @@ class _Step(Record):
     )
     gradient_checkpointing: bool = opt(_STEP, "Compute activations again in backward, and do not keep them.", False)
     kept_blocks: int | None = opt(
-        _STEP, "Of the blocks of --gradient-checkpointing, how many of the last ones are not computed again.", least=0
+        _STEP, "Of the blocks of --gradient-checkpointing, how many are not computed again, evenly spread.", least=0
     )
     tile_tokens: int | str | None = opt(
         _STEP,

@@ -112,8 +112,9 @@ class Problem:
         device_staging: bytes of the GPU that are reserved if any update is streamed through it.
         in_flight: bytes of the computing tier for whole gradients that wait to be divided among ranks, or for their
             update.
-        waiting: bytes of the computing tier that gathered weights leave to what is on its way to the host, as far as
-            they have more than ``working_set``.
+        flights: bytes of the computing tier for offloaded activations on their way.
+        waiting: bytes of the computing tier that gathered weights leave to gradients on their way to the host, as far
+            as they have more than ``working_set``.
         exchange: bytes of host memory for pieces on their way between ranks.
         factors: bytes of host memory for states that are no planes.
         activations: bytes of the computing tier that are left to activations and workspaces.
@@ -135,6 +136,7 @@ class Problem:
     staging: int
     activations: int = 0
     in_flight: int = 0
+    flights: int = 0
     waiting: int = 0
     exchange: int = 0
     max_chunk: int = DEFAULT_MAX_CHUNK
@@ -220,6 +222,7 @@ class Problem:
         if gathers or self.others:
             take(self.compute, "windows", self.for_windows(gathers=gathers))
         take(self.compute, "gradients in flight", self.in_flight)
+        take(self.compute, "activations in flight", self.flights)
         if streams:
             take(Tier.GPU, "staging", self.device_staging)
         if stages or gathers or self.durable or self.compute is Tier.GPU:  # what is committed from memory is staged
@@ -239,9 +242,9 @@ class Problem:
         return _sums(self.spoken_for_by_name(gathers=gathers, stages=stages, streams=streams))
 
     def waiting_in(self, placement: Placement) -> int:
-        """Bytes that wait for their way to the host under ``placement``."""
+        """Bytes of gradients that wait for their way to the host under ``placement``."""
         leaves = any(homes.get(GRAD, self.compute) is not self.compute for homes in placement.homes)
-        return self.waiting if leaves or self.offload_to is not None else 0
+        return self.waiting if leaves else 0
 
     def demands_by_name(self, placement: Placement) -> dict[Tier, dict[str, int]]:
         """What is spoken for under ``placement``, by tier and by what takes it."""

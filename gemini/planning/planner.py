@@ -221,10 +221,9 @@ def pose_problem(
     elif activations is None:
         activations = working.activation_bytes(trace, offloaded=offloads)
     beside = overlap and compute is Tier.GPU
-    # On their way to the host: those of two modules.
-    waiting = 2 * max((moment.saved_bytes for moment in trace.moments), default=0) if beside and offloads else 0
+    waiting = 0
     if beside and not many and gradients != "transient":
-        waiting += working.waiting_gradients(layout, compute_itemsize(precision))
+        waiting = working.waiting_gradients(layout, compute_itemsize(precision))
     itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
     behind = overlap and gradients == "transient"
     return Problem(
@@ -238,6 +237,7 @@ def pose_problem(
         staging=staging,
         activations=activations,
         in_flight=_in_flight(layout, itemsize, divided=many, behind=behind),
+        flights=working.flight_bytes(trace) if beside and offloads else 0,
         waiting=waiting,
         exchange=working.scratch_bytes(ranks, min(tile, working.PIECE), replicas) if many else 0,
         max_chunk=max_chunk,

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from gemini.planning import working
 from gemini.planning.costs import RESOURCES, Cost, Costs, Grid
 from gemini.planning.fluid import Fluid
 from gemini.planning.layout import block_of
 from gemini.planning.plan import Plan, standing, window_room
 from gemini.planning.planes import GRAD, GRADS, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import TRACKS, Track
-from gemini.planning.trace import chunks_of_params
+from gemini.planning.trace import Phase, chunks_of_params
 from gemini.planning.traffic import fetch_traffic, gradient_traffic, path, update_tier, update_traffic
 from gemini.planning.working import TILE, device_tile_numel, waiting_gradients
 from gemini.tiers import BOUNDARIES, Boundary, Tier
@@ -247,6 +248,12 @@ class Work:
         waiting = waiting_gradients(problem.layout, compute_itemsize(problem.precision))
         return max(problem.in_flight, waiting) + max(problem.budgets[tier] - self.plan.bytes_per_tier.get(tier, 0), 0)
 
+    @cached_property
+    def flight_room(self) -> int:
+        """Bytes that activations on their way, out or back, may take of the computing tier."""
+        free = self.problem.budgets[self.problem.compute] - self.plan.bytes_per_tier.get(self.problem.compute, 0)
+        return min(max(working.FLIGHTS, working.flight_bytes(self.plan.trace)), self.problem.flights + max(free, 0))
+
     def carried_bytes(self, moment: int, *, back: bool) -> int:
         """Bytes of inputs of checkpointed blocks that are taken away after a moment, or brought ``back`` before it."""
         traced = self.plan.trace.moments[moment]
@@ -275,9 +282,6 @@ PIECES = 8
 
 MANY_PIECES = 512
 """Not more pieces than these where chunks are many: then a chunk is a small part of all work."""
-
-SAVES_BEHIND = 2
-"""Moments whose activations may be on their way while forward goes on."""
 
 
 class Task(NamedTuple):
@@ -364,6 +368,16 @@ _NOTHING = Hop(Track.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)
 def _launch(hop: Hop, seconds: float) -> Hop:
     """What the thread that launches a moment takes."""
     return Hop(Track.COMPUTE, LAUNCHING, Cost(seconds, {}), f"launch {hop.name}", LAUNCHING)
+
+
+def _over(flights: deque[tuple[int, int]], room: int) -> list[int]:
+    """Take the first of what has so many bytes each off until there is room for the others: what that was."""
+    held, found = sum(num_bytes for _, num_bytes in flights), list[int]()
+    while flights and held > max(room, 0):
+        first, num_bytes = flights.popleft()
+        held -= num_bytes
+        found.append(first)
+    return found
 
 
 def _awaited_together(work: Work) -> dict[int, list[int]]:
@@ -535,9 +549,13 @@ class _Overlap:
         self._room = work.landing_room
         self._landed_here: list[int] = []  # by the host that computes, since the last moment
 
-        self._saves: list[int] = []
         self._waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
-        self._restores: list[int] = []  # moments that restored
+        # On their way: the same, the oldest first; and those that come, by the moments that ask for them, behind the
+        # one that has taken what was in their room.
+        self._leaving: deque[tuple[int, int]] = deque()
+        self._coming: deque[tuple[int, int]] = deque()
+        self._taken = 0
+        self._turn = next((n for n, m in enumerate(self._plan.trace.moments) if m.phase is not Phase.FORWARD), 0)
 
     def moment(self, at: int) -> _Moment:
         step, rest = divmod(at, self.per_step)
@@ -549,11 +567,11 @@ class _Overlap:
             self._fetch(stay, now)
         read = self._plan.accesses[now.number].chunks
         after = self._computed[-1:] + [self._fetched.pop(index) for index in read if index in self._fetched]
+        # The oldest have left where there is no room for more.
+        after += _over(self._leaving, self._work.flight_room - self._work.carried_bytes(now.number, back=False))
         after += self._restore(now)
         after += self._landed_here
         self._landed_here.clear()
-        if len(self._saves) >= SAVES_BEHIND and self._work.carry(now.number, back=False):
-            after.append(self._saves[-SAVES_BEHIND])
         if self._launches:
             after.append(self._launch(now, read))
         self._computed.append(self.graph.add(self._work.computing[now.number], now.step, now.number, after, now.at))
@@ -568,8 +586,8 @@ class _Overlap:
         saved = self._behind(self._work.carry(now.number, back=False), now)
         if saved:
             self.graph.carried(now.number, saved, back=False)
-            self._saves.append(saved[-1])
             self._waiting.append((saved[-1], self._plan.trace.moments[now.number].saved_bytes))
+            self._leaving.append(self._waiting[-1])
         for landing in self._work.landings(adding=now.batch > 0)[now.number]:
             self._land(landing, now)
         while self._room < 0 and self._landing:  # whoever launches waits until there is room for what has come
@@ -598,19 +616,30 @@ class _Overlap:
         self._fetched[stay.chunk] = tasks[-1]
 
     def _restore(self, now: _Moment) -> list[int]:
-        """Bring activations back, when they are saved and the moment before the last that needed some is over."""
+        """Bring activations back, when backward has begun and there is room for them. What has not left is there."""
         hops = self._work.carry(now.number, back=True)
         if not hops:
             return []
-        needed, missing = [], self._plan.trace.moments[now.number].restored_bytes
+        missing, left = self._plan.trace.moments[now.number].restored_bytes, list[int]()
         while self._waiting and missing > 0:
             end, num_bytes = self._waiting.pop()
-            needed.append(end)
             missing -= num_bytes
-        needed += [self._computed[self._restores[-2]]] if len(self._restores) > 1 else []
-        tasks = self.graph.chain(hops, now.step, now.number, needed, now.at)
+            if self._leaving and self._leaving[-1][0] == end:
+                self._leaving.pop()
+            else:
+                left.append(end)
+        first = now.at - now.number + self._turn
+        if self._taken < first:
+            self._taken = first
+            self._coming.clear()
+        self._coming.append((now.at, self._plan.trace.moments[now.number].restored_bytes))
+        self._taken = max([self._taken, *_over(self._coming, self._work.flight_room)])
+        after = left + ([self._computed[self._taken - 1]] if self._taken else [])
+        if left:
+            tasks = self.graph.chain(hops, now.step, now.number, after, now.at)
+        else:
+            tasks = [self.graph.add(_NOTHING, now.step, -1, after)]
         self.graph.carried(now.number, tasks, back=True)
-        self._restores.append(now.at)
         return tasks[-1:]
 
     def _launch(self, now: _Moment, read: Iterable[int]) -> int:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from gemini.planning.plan import Plan
 from gemini.planning.timeline import Timeline
-from gemini.planning.trace import MemoryTrace, Moment, TracedParam
+from gemini.planning.trace import MemoryTrace, Moment, TracedParam, kept_among
 
 # ---- more micro-batches ----------------------------------------------------------------------------------------------
 
@@ -186,24 +186,36 @@ def _walk(trace: MemoryTrace, num_layers: int) -> dict[tuple[str, int | None], l
 
 
 def with_kept(none: MemoryTrace, every: MemoryTrace, number: int) -> MemoryTrace:
-    """The step in which the last ``number`` blocks keep their activations, of those in which ``none`` of them does, and
-    ``every`` one: from that block on there, and back to it, it is as the second, less what that one has kept before.
-    Raises ValueError for a step that is no walk through the blocks and back.
+    """The step in which ``number`` blocks keep their activations (:func:`kept_among`), of those in which ``none`` of
+    them does, and ``every`` one: each block as it is in one of them, with what those before it keep. Raises ValueError
+    for a step that is no walk through the blocks and back.
     """
     if not number:
         return none
     tiled = with_kept(none.tiled, every.tiled, number) if none.tiled and every.tiled else None
     of_none, of_every = (_walk(trace, every.kept_blocks) for trace in (none, every))
-    first, last = every.kept_blocks - number, every.kept_blocks - 1
-    more = 0
-    if first:  # by what those before it grow, each looked at when what the one before it read is gone
-        ends = [[of[("there", k if k < last else -1)][0].live_bytes for k in (0, first)] for of in (of_every, of_none)]
-        more = (ends[0][1] - ends[0][0]) - (ends[1][1] - ends[1][0])
+    last, kept = every.kept_blocks - 1, kept_among(every.kept_blocks, number)
+
+    def more(block: int) -> int:
+        """Bytes that all blocks before it keep more in ``every``, looked at when what they read is gone."""
+        first, own = (
+            [of["there", k if k < last else -1][0].live_bytes for of in (of_every, of_none)] for k in (0, block)
+        )
+        return (own[0] - own[1]) - (first[0] - first[1])
+
+    keeps = [more(block) for block in range(last + 1)]
+    # By block, of those before it the ones that are kept here.
+    there = [sum(keeps[k + 1] - keeps[k] for k in kept if k < block) for block in range(last + 1)]
     moments: list[Moment] = []
     for (way, block), own in of_none.items():
-        if way == "between" or (way in ("there", "back") and block in (-1, *range(first, last))):
-            kept = of_every[way, block]
-            moments += [replace(m, live_bytes=m.live_bytes - more, peak_bytes=m.peak_bytes - more) for m in kept]
-        else:
+        if way in ("before", "after"):
             moments += own
+            continue
+        at = last if block in (-1, None) else block
+        is_kept = way == "between" or at in kept
+        by = there[at] - (keeps[at] if is_kept else 0)
+        moments += [
+            replace(m, live_bytes=m.live_bytes + by, peak_bytes=m.peak_bytes + by)
+            for m in (of_every[way, block] if is_kept else own)
+        ]
     return replace(every, moments=tuple(moments), kept_blocks=number, tiled=tiled)

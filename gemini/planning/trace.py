@@ -170,7 +170,7 @@ class MemoryTrace(Document, kind="trace"):
         buffer_bytes: bytes of the model's buffers, live all the time and not in the moments.
         checkpointing: whether gradient checkpointing was on.
         tile_tokens: what ``GeminiConfig(tile_tokens=)`` was; None for a model as it is.
-        kept_blocks: of the blocks that checkpoint, how many of the last ones are not computed again.
+        kept_blocks: of the blocks that checkpoint, how many are not computed again (:func:`kept_among`).
         context_parallel: parts of a sequence, of which this is the last one; 1 for whole sequences.
         tensor_parallel: slices of layers, of which this has the first one; 1 for whole layers. ``params`` are slices.
         moments: in the order of the step.
@@ -362,6 +362,13 @@ def accesses(trace: MemoryTrace, layout: Layout) -> tuple[Access, ...]:
     by_param = chunks_of_params(trace, layout)
     known = {params: tuple(sorted({by_param[p] for p in params})) for params in {m.params for m in trace.moments}}
     return tuple(Access(index, known[moment.params]) for index, moment in enumerate(trace.moments))
+
+
+def kept_among(blocks: int, number: int) -> list[int]:
+    """Which of the blocks that checkpoint are kept where ``number`` are, or all: spread evenly, so that what one saves
+    can leave while those behind it compute, and the last one, which is asked for first.
+    """
+    return [at for at in range(blocks) if (at + 1) * min(number, blocks) // blocks > at * min(number, blocks) // blocks]
 
 
 def with_seconds(trace: MemoryTrace, seconds: list[float]) -> MemoryTrace:

@@ -6,7 +6,7 @@ from itertools import accumulate, groupby
 
 from gemini.planning.layout import Layout, block_of, page_up
 from gemini.planning.planes import ADAM, RuleSpec, bytes_by_kind
-from gemini.planning.trace import MemoryTrace, chunks_of_params
+from gemini.planning.trace import MemoryTrace, Moment, chunks_of_params
 from gemini.tiers import Tier
 
 TILE = 2**20
@@ -38,6 +38,9 @@ DEVICE_SLOTS = 4
 
 WAITING_GRADIENTS = 3
 """Chunks whose transient gradients may wait for their updates at least; more where a budget has room."""
+
+FLIGHTS = 64 * 2**20
+"""Bytes of activations that may be on their way in one direction, of whatever model, where there is room."""
 
 
 def tile_numel(largest_chunk: int, whole: int = 0) -> int:
@@ -135,12 +138,25 @@ def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
     return max((sum(num_bytes[i] for i in chunks) for chunks in needs), default=0)
 
 
+def flight_bytes(trace: MemoryTrace) -> int:
+    """Bytes that activations on their way have: as much as the block that saves most, or two moments."""
+    largest = max((m.saved_bytes for m in trace.moments), default=0)
+    return max(2 * largest, *(sum(m.saved_bytes for m in run) for run in _by_block(trace)), 0)
+
+
+def _by_block(trace: MemoryTrace) -> list[list[Moment]]:
+    """The moments, those of a block together where some are kept."""
+    return [
+        [*run]
+        for _, run in groupby(trace.moments, lambda m: trace.kept_blocks and block_of(f"{m.module}.") or object())
+    ]
+
+
 def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
     """What activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin."""
     most = waiting = 0
     # What a kept block saves counts as there while it runs: much of that is still read.
-    for _, run in groupby(trace.moments, lambda m: trace.kept_blocks and block_of(m.module) or object()):
-        moments = [*run]
+    for moments in _by_block(trace):
         after = [*accumulate((m.saved_bytes - m.restored_bytes for m in moments), initial=waiting)]
         away = min(after) if len(moments) > 1 else waiting
         most = max(most, *(moment.peak_bytes - (away if offloaded else 0) for moment in moments))

@@ -1,6 +1,6 @@
 """Traces made by arithmetic, shaped as a decoder's are: for tests of planning that need no torch."""
 
-from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
+from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam, kept_among
 
 
 def decoder_trace(
@@ -18,9 +18,9 @@ def decoder_trace(
 ) -> MemoryTrace:
     """Llama's shapes: one moment per module with params, forward, (recomputed,) and backward.
 
-    Activations grow by ``34 * hidden`` bytes per token and layer (by ``2 * hidden`` with checkpointing, but for the
-    last ``kept_blocks``, of which all may be offloaded), fall again in backward; work is two FLOP per param and token
-    in forward and four in backward.
+    Activations grow by ``34 * hidden`` bytes per token and layer (by ``2 * hidden`` with checkpointing, but for
+    ``kept_blocks`` of them, of which all may be offloaded), fall again in backward; work is two FLOP per param and
+    token in forward and four in backward.
     """
     intermediate, kv = intermediate or 4 * hidden, kv or hidden
     params: list[TracedParam] = [TracedParam(("model.embed_tokens.weight",), (vocab, hidden), not frozen)]
@@ -64,13 +64,13 @@ def decoder_trace(
             )
         )
 
-    recomputed = max(layers - kept_blocks, 0) if checkpointing else 0
+    recomputed = {*range(layers)} - {*kept_among(layers, kept_blocks)} if checkpointing else set[int]()
     whole, kept = 34 * tokens * hidden // each, 2 * tokens * hidden
     add(Phase.FORWARD, 0, kept)
     for layer in range(layers):
         for n in range(each):
             first = n == 0
-            grows = (kept if first else 0) if layer < recomputed else whole
+            grows = (kept if first else 0) if layer in recomputed else whole
             saved = grows if checkpointing else 0
             add(Phase.FORWARD, 1 + layer * each + n, grows, saved=saved)
     last = len(params) - 1
@@ -79,12 +79,12 @@ def decoder_trace(
     for index in (last, last - 1):
         add(Phase.BACKWARD, index, -kept, work=4)
     for layer in reversed(range(layers)):
-        if layer < recomputed:
+        if layer in recomputed:
             for n in range(each):
                 add(Phase.RECOMPUTE, 1 + layer * each + n, whole, restored=kept if n == 0 else 0)
         for n in reversed(range(each)):
-            extra = kept if layer < recomputed and n == 0 else 0
-            restored = whole if checkpointing and layer >= recomputed else 0
+            extra = kept if layer in recomputed and n == 0 else 0
+            restored = whole if checkpointing and layer not in recomputed else 0
             add(Phase.BACKWARD, 1 + layer * each + n, -whole - extra, work=4, restored=restored)
     add(Phase.BACKWARD, 0, -kept, work=0)
     return MemoryTrace(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.memory.nvme import SpillFile
+from gemini.planning import working
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.activations import flights as activation_flights
@@ -207,7 +208,7 @@ def assert_(condition: bool) -> None:
 
 def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is in the file when backward begins. Two tensors at a time: the last block's first."""
-    monkeypatch.setattr(activation_flights, "DEPTH", 2 * INPUT)
+    monkeypatch.setattr(working, "FLIGHTS", 2 * INPUT)
     model = wrap(tmp_path)
     reads, workers = list[int](), list[str]()
     real = SpillFile.read
@@ -234,7 +235,7 @@ def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypat
 
 def test_the_first_of_two_graphs_is_read_ahead_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a pipeline, whose backwards come in the order of the forwards: what lies behind is not asked for."""
-    monkeypatch.setattr(activation_flights, "DEPTH", 2 * INPUT)
+    monkeypatch.setattr(working, "FLIGHTS", 2 * INPUT)
     monkeypatch.setattr(activation_flights, "_TOGETHER", 1)
     model, workers, real = wrap(tmp_path), list[str](), SpillFile.read
 

@@ -11,7 +11,7 @@ import torch
 from gemini.memory.devices.device import Event
 from gemini.tiers import Tier
 from gemini.train.gradients.store import HOLDER, GradientStore
-from tests.clocked_steps import CASES, Case, clocked
+from tests.clocked_steps import CASES, INSIDE, RTX4090, Case, clocked
 from tests.virtual_time import TimedEvent, TimedStandin
 
 
@@ -24,6 +24,22 @@ def test_a_step_takes_what_the_simulator_says(case: Case, tmp_path: Path, summar
     summary(f"{case}, 3 layers: {told.predicted:.3f} s predicted, {told.clocked:.3f} s clocked")
     assert told.predicted == pytest.approx(told.clocked, rel=0.05)
     assert told.blocked == 0 and told.landed >= 0.9
+
+
+@pytest.mark.parametrize("kept", [2, 8])
+def test_a_kept_block_leaves_and_comes_back_while_others_compute(kept: int, tmp_path: Path, summary: Any) -> None:
+    """Two blocks of eight are hidden as a whole, and nobody computes them again; of all, the link takes longer than
+    computing, which waits for it, and the thread that launches does not.
+    """
+    case = Case("rtx4090", RTX4090, 8192, offload="cpu", how=INSIDE, layers=8)
+    told, plain = clocked(case._replace(kept=kept), tmp_path), clocked(case, tmp_path)
+    summary(f"{case}, {kept} of 8 kept: {told.predicted:.3f} s predicted, {told.clocked:.3f} s clocked")
+    assert told.predicted == pytest.approx(told.clocked, rel=0.05)
+    assert told.blocked == 0 and told.landed >= 0.9
+    if kept == 2:
+        assert told.clocked < plain.clocked and told.timeline.stalls.get("activation", 0.0) == 0
+    else:
+        assert told.timeline.stalls["activation"] > 0
 
 
 def test_without_room_for_all_gradients_of_a_backward_the_device_waits_for_those_before(

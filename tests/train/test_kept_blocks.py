@@ -1,5 +1,6 @@
 """Blocks that a model which checkpoints keeps: the same bits, just their bytes, and a model that is as it was."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.errors import PlanMismatch
+from gemini.planning import working
+from gemini.planning.trace import kept_among
+from gemini.testing import StandinDevice
 from gemini.tiers import Tier
+from gemini.train.activations.flights import IN_FLIGHT, Flight, Flights
 from gemini.train.activations.kept import INSIDE, KeptBlocks
 from tests.train.helpers import llama, manage, t5
 from tests.train.test_activations import HIDDEN, LAYERS, SHAPE, batch, enable, held, train
@@ -19,8 +24,8 @@ from tests.world import world_of
 INPUT = SHAPE[0] * SHAPE[1] * HIDDEN * 2
 
 
-def wrap(model: nn.Module, folder: Path, device: str, offload: str | None, kept: int, **more: Any) -> Any:
-    budget = {"cpu": "32MiB", "gpu": "32MiB" if device == "standin" else None, "nvme": "32MiB"}
+def wrap(model: nn.Module, folder: Path, device: Any, offload: str | None, kept: int, **more: Any) -> Any:
+    budget = {"cpu": "32MiB", "gpu": None if device == "cpu" else "32MiB", "nvme": "32MiB"}
     return manage(model, folder, device, **budget, **more, offload_activations=offload, kept_blocks=kept).train()
 
 
@@ -59,8 +64,18 @@ def test_the_same_bits(make: Any, device: str, offload: str | None, tmp_path: Pa
         assert sum(others[1][1].values()) > sum(others[0][1].values()) > sum(results[0][1].values())
 
 
+def test_kept_ones_are_spread_and_the_last_is_one_of_them() -> None:
+    assert kept_among(8, 3) == [2, 5, 7] and kept_among(8, 1) == [7] and kept_among(3, 5) == [0, 1, 2]
+    for of in range(1, 20):
+        for number in range(of + 1):
+            kept = kept_among(of, number)
+            gaps = {after - before for before, after in zip([-1, *kept], kept, strict=False)}
+            assert len(kept) == number and max(gaps, default=0) - min(gaps, default=0) <= 1
+            assert not kept or kept[-1] == of - 1
+
+
 @pytest.mark.parametrize("kept", [0, 1, 2, LAYERS])
-def test_the_last_ones_are_not_computed_again(kept: int, tmp_path: Path) -> None:
+def test_kept_ones_are_not_computed_again(kept: int, tmp_path: Path) -> None:
     """Also where checkpointing is switched on, and once more, after the wrap; released, all are again."""
     for number, model in enumerate([llama(), llama()]):
         if number:
@@ -94,6 +109,35 @@ def test_what_waits_is_what_the_trace_says(device: str, tmp_path: Path) -> None:
             assert world_of(model).moved()["nvme->cpu"] == traced.checkpoint_bytes
         model.zero_grad()
         world_of(model).check()
+
+
+def test_what_one_block_saves_is_on_its_way_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more: by the arithmetic of the plan, which counts it. No byte leaves before all of a block wants to."""
+    monkeypatch.setattr(working, "FLIGHTS", 0)
+    plain = llama()
+    enable(plain)
+    most = working.flight_bytes(gemini.trace(plain, batch(), target="cpu", kept_blocks=LAYERS))
+    is_full, seen, begin = threading.Event(), list[int](), Flights._begin_save
+
+    def watched(flights: Flights, flight: Flight, offloaded: Any, tensor: torch.Tensor) -> None:
+        seen.append(flights._ledger.held(Tier.GPU, IN_FLIGHT))
+        if seen[-1] == most:
+            is_full.set()
+        begin(flights, flight, offloaded, tensor)
+
+    monkeypatch.setattr(Flights, "_begin_save", watched)
+    there = StandinDevice(gate=lambda stream: assert_(stream != "offload" or is_full.wait(30)))
+    model = wrap(plain, tmp_path, there, "cpu", LAYERS)
+    loss = model(**batch()).loss
+    assert max(seen) == most > 2 * world_of(model).activations.flights._largest
+    loss.backward()
+    model.zero_grad()
+    assert held(model) == {} and world_of(model).ledger.held(Tier.GPU, IN_FLIGHT) == 0
+    world_of(model).check()
+
+
+def assert_(condition: bool) -> None:
+    assert condition
 
 
 class Block(nn.Module):

@@ -1,9 +1,10 @@
 """Offloaded activations in flight beside computing: written behind forward, read ahead of backward.
 
 What a tensor holds when it is saved is copied at once, and moves on from there: nobody waits for the drive, and the
-model may overwrite it. Backward asks for tensors in about the reverse order of their saving, so the ones before are
-read while it recomputes. All of it takes room that is left over ("activations in flight"), and gives way to whoever
-needs that: where there is none, moves are made in turn as without overlap. Used by the training thread alone.
+model may overwrite it. What one block saves may be on its way out while the blocks behind it compute. Backward asks for
+tensors in about the reverse order of their saving, so as much is read ahead of the place that it has come to. All of it
+takes room that a plan has for it or that is left over ("activations in flight"), and gives way to whoever needs that:
+where there is none, moves are made in turn as without overlap. Used by the training thread alone.
 """
 
 from __future__ import annotations
@@ -27,12 +28,11 @@ from gemini.memory.devices.pages import in_pages
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.transfers import Lane, Transfer
 from gemini.memory.store import ChunkStore
+from gemini.planning import working
 from gemini.tiers import Tier
+from gemini.train.activations.kept import INSIDE
 
 IN_FLIGHT = "activations in flight"
-
-DEPTH = 64 * 2**20
-"""Bytes in flight in one direction at most; two tensors may be, whatever their size."""
 
 _TOGETHER = 8
 """Tensors that one checkpointed block saves: backward asks for them in the order of saving, within the block."""
@@ -48,7 +48,7 @@ _SAVE, _RESTORE = "offload activations", "fetch activations"
 class Offloaded:
     """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
 
-    __slots__ = "__weakref__ _gone back device dtype error flight num_bytes place shape stride wanted".split()
+    __slots__ = "__weakref__ _gone back device dtype error flight num_bytes of_nodes place shape stride wanted".split()
 
     def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
         self._gone, self.place = gone, place
@@ -58,6 +58,7 @@ class Offloaded:
         self.num_bytes = in_pages(tensor.nbytes)
         self.flight: Flight | None = None  # on its way out, or back
         self.error: BaseException | None = None  # what kept it from being written
+        self.of_nodes = True  # whether only nodes of kept blocks ask for it, which write to nothing that they saved
         self.wanted = 0  # of a kept block: how many nodes of it have not asked for it in this backward
         self.back: torch.Tensor | None = None  # its values, until all of them have
 
@@ -91,6 +92,7 @@ class Flight(Transfer):
         """Where the host does not compute: the values there, of the tensor's shape and contiguous. Nobody else may have
         that memory before ``copies`` are over."""
         self.stream = -1  # on which a save was begun
+        self.taken = False  # whether backward has what a save still copies: it is counted there
 
 
 class Flights:
@@ -111,7 +113,9 @@ class Flights:
             Callable[[], Offloaded | None]
         ] = []  # in the order of saving; what knows none keeps its place
         self._at = 0  # place in it that backward has come to
-        self._largest = 0  # bytes of the largest tensor so far
+        self._foreseen = False  # whether what it asked for last was on its way
+        self._largest = self._of_block = 0  # bytes of the largest tensor so far, and of what one kept block saved
+        self._in_block = (0, 0)  # the kept block that saved last, and its bytes
         self._is_starved = False
         store.ledger.register(Turn.BUFFERS, self._trim, Tier.CPU)
         store.ledger.register(Turn.FLIGHTS, self.relieve, *{Tier.CPU, self._computing})
@@ -128,9 +132,9 @@ class Flights:
         # Before more is saved: a drive that fails is told in the forward, and not at the end of the step.
         self.check()
         num_bytes = offloaded.num_bytes
-        self._largest = max(self._largest, num_bytes)
+        self._count(num_bytes)
         flight = Flight(Lane.OFFLOAD, offloaded)
-        while sum(other.num_bytes for other in self.saving.values()) + num_bytes > max(DEPTH, 2 * num_bytes):
+        while sum(other.num_bytes for other in self.saving.values()) + num_bytes > self.depth:
             self._end_oldest()
         if not self._lend(flight, BEHIND):
             # Parked buffers of other sizes are no use here, and whoever moves this one in turn may need the memory.
@@ -140,6 +144,23 @@ class Flights:
         with self._or_free(flight):
             self._begin_save(flight, offloaded, tensor)
         return True
+
+    @property
+    def depth(self) -> int:
+        """Bytes in flight in one direction at most."""
+        return max(working.FLIGHTS, self._needed)
+
+    @property
+    def _needed(self) -> int:
+        """What they should have: as much as the block that saves most, or two tensors (`working.flight_bytes`)."""
+        return max(2 * self._largest, self._of_block)
+
+    def _count(self, num_bytes: int) -> None:
+        self._largest = max(self._largest, num_bytes)
+        if INSIDE.kept:
+            block, before = self._in_block
+            self._in_block = INSIDE.number, num_bytes + (before if block == INSIDE.number else 0)
+            self._of_block = max(self._of_block, self._in_block[1])
 
     @contextmanager
     def _or_free(self, flight: Flight) -> Iterator[None]:
@@ -207,10 +228,13 @@ class Flights:
         for flight in list(self.saving.values()):
             if not flight.is_over():
                 return
-            # Its memory goes back in any case; the error is told to whoever asks for the tensor.
-            error = self._end(flight)
-            if error and not flight.taken_back:
-                self._untold.append(error)
+            self._end_save(flight)
+
+    def _end_save(self, flight: Flight) -> None:
+        # Its memory goes back in any case; the error is told to whoever asks for the tensor.
+        error = self._end(flight)
+        if error and not flight.taken_back:
+            self._untold.append(error)
 
     def _end(self, flight: Flight) -> Exception | None:
         """Take the memory of a flight back when it is over: what went wrong."""
@@ -254,25 +278,27 @@ class Flights:
 
     def begin_backward(self) -> None:
         """Begin to read what was saved last."""
-        self._at = len(self._order)
+        self._at, self._foreseen = len(self._order), False
         with self._mover.about("activation", _RESTORE):
             self.read_ahead()
 
     def read_ahead(self) -> None:
         """Begin to read what backward asks for next, as far as there is room."""
-        if self.in_turn:
+        depth, ahead = self.depth, sum(flight.num_bytes for flight in self.restoring.values())
+        # Enough is on its way, and it is what is asked for: looked at again when an eighth has come to its use.
+        if self.in_turn or (self._foreseen and ahead > depth - depth // 8):
             return
         self.reap()
-        wanted: list[Offloaded] = []
+        wanted: dict[Offloaded, None] = {}  # in the order in which backward comes to them
         num_bytes = 0
         # From a few behind the place: within a block backward asks in the order of saving.
-        for known in reversed(self._order[: self._at + _TOGETHER + 1]):
-            offloaded = known()
+        for at in reversed(range(min(self._at + _TOGETHER + 1, len(self._order)))):
+            offloaded = self._order[at]()
             if offloaded is None or offloaded in wanted:
                 continue
-            if wanted and num_bytes + offloaded.num_bytes > max(DEPTH, 2 * offloaded.num_bytes):
+            if wanted and num_bytes + offloaded.num_bytes > depth:
                 break
-            wanted.append(offloaded)
+            wanted[offloaded] = None
             num_bytes += offloaded.num_bytes
         # What is not wanted goes first: its memory is for what is.
         for flight in [flight for flight in self.restoring.values() if flight.of() not in wanted]:
@@ -331,11 +357,13 @@ class Flights:
         # Also where it is not elsewhere any more: this is the place that backward has come to.
         self._count_use(offloaded)
         flight = offloaded.flight
+        # It has not left: the copy that travels is the value.
+        if flight is not None and flight.lane is Lane.OFFLOAD:
+            return self._share(offloaded, flight)
+        self._end_taken()
+        self._foreseen = flight is not None
         if flight is None:
             return None
-        # It has not left: the copy that travels is the value. A copy of that, since it goes on travelling.
-        if flight.lane is Lane.OFFLOAD:
-            return self._copy_of(offloaded, flight)
         if not flight.is_complete():
             self._transfers.hurry(flight)
         self._pass(flight)
@@ -345,6 +373,24 @@ class Flights:
             values = self._copy_of(offloaded, flight) if flight.on_device is None else flight.on_device
         self._end_restore(flight)
         return values
+
+    def _share(self, offloaded: Offloaded, flight: Flight) -> torch.Tensor:
+        """Give backward what a device still copies: its memory is that of backward, and goes when both are done."""
+        if flight.on_device is None or self._file is not None or not offloaded.of_nodes:
+            return self._copy_of(offloaded, flight)
+        with WHOLE:
+            if not flight.taken:
+                self._ledger.release(self._computing, flight.num_bytes, IN_FLIGHT)
+            flight.taken = True
+        return flight.on_device
+
+    def _end_taken(self) -> None:
+        """Backward has come to a block whose values have left: what those behind it had is free for its own."""
+        for flight in [flight for flight in self.saving.values() if flight.taken]:
+            if flight.stream == self._device.stream_number():
+                self._pass(flight)
+            self._transfers.wait(flight, "activation", "wait for activations to leave")
+            self._end_save(flight)
 
     def _copy_of(self, offloaded: Offloaded, flight: Flight) -> torch.Tensor:
         """Copy what a flight has into the memory that computes."""
@@ -384,6 +430,7 @@ class Flights:
         """End what is on its way back: nothing is asked for until another backward."""
         for flight in reversed(list(self.restoring.values())):
             self.take_back(flight)
+        self._end_taken()
         self.reap()
         self._trim()
 
@@ -409,7 +456,12 @@ class Flights:
                 self._end_oldest()
         if needs_buffer:
             flight.buffer = self._parked[num_bytes].pop()
-        if tier is Tier.CPU or self._ledger.reserve_if_room(tier, num_bytes, IN_FLIGHT, asking):
+        # Gradients on their way home have what nobody uses; a device waits for those itself, that have long left.
+        ours = self._ledger.held(tier, IN_FLIGHT) + num_bytes <= self._needed
+        first = asking - {Turn.FLIGHTS} | {Turn.LANDINGS} if ours else asking
+        if tier is Tier.CPU or any(
+            self._ledger.reserve_if_room(tier, num_bytes, IN_FLIGHT, t) for t in (first, asking)
+        ):
             return True
         # Both or neither: a flight that holds half of its memory would keep others from theirs.
         if flight.buffer is not None:
@@ -426,7 +478,7 @@ class Flights:
         buffer = flight.buffer
         # The memory before the books: they may say more than there is, never less.
         flight.buffer = flight.on_device = None
-        if self._computing is not Tier.CPU:
+        if self._computing is not Tier.CPU and not flight.taken:
             self._ledger.release(self._computing, flight.num_bytes, IN_FLIGHT)
         if buffer is not None and park:
             self._park(buffer)
@@ -446,8 +498,8 @@ class Flights:
         return sum(size * len(parked) for size, parked in self._parked.items())
 
     def headroom_bytes(self) -> int:
-        """Memory that windows should leave for transfers: two tensors', unless one found no room, or it is no use."""
-        return 0 if self._is_starved or self._device.keeps_windows else 2 * self._largest
+        """Memory that windows should leave for transfers: a block's, unless one found no room, or it is no use."""
+        return 0 if self._is_starved or self._device.keeps_windows else self._needed
 
     def missing(self) -> int:
         """Bytes of that headroom that they do not hold, in flight or ready to be."""

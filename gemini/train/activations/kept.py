@@ -1,5 +1,5 @@
-"""Blocks of a model that checkpoints which are not computed again in backward: the last ones of a forward, whose
-backward comes first. What autograd saves in them stays, or waits where the inputs of the others do.
+"""Blocks of a model that checkpoints which are not computed again in backward: spread evenly, the last one among them.
+What autograd saves in them stays, or waits where the inputs of the others do.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from typing import Any
 
 from torch import nn
 
+from gemini.planning.trace import kept_among
 from gemini.train.modules.changing import hook_around
 
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 class _Inside(threading.local):
-    """Of each thread, whether its forward is in a kept block."""
+    """Of each thread, whether its forward is in a kept block, and how many of them it has entered."""
 
     kept = False
+    number = 0
 
 
 INSIDE = _Inside()
@@ -34,12 +36,13 @@ class _InPlace:
 
 
 class KeptBlocks:
-    """The last ``number`` blocks of ``model``, or all. Raises ValueError for a model that has no flags of blocks."""
+    """``number`` blocks of ``model``, or all. Raises ValueError for a model that has no flags of blocks."""
 
     def __init__(self, model: nn.Module, number: int):
         numbered = [(n, m) for n, m in model.named_modules() if hasattr(m, _FLAG) and n.rpartition(".")[2].isdecimal()]
         around = {name[:at] for name, _ in numbered for at, letter in enumerate(name) if letter == "."}
-        self.blocks = [module for name, module in numbered if name not in around][-number:]
+        blocks = [module for name, module in numbered if name not in around]
+        self.blocks = [blocks[place] for place in kept_among(len(blocks), number)]
         if not self.blocks:
             raise ValueError(
                 f"kept_blocks={number}: {type(model).__name__} has no numbered blocks with a flag `{_FLAG}` of their "
@@ -78,7 +81,7 @@ class KeptBlocks:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    INSIDE.kept = True
+    INSIDE.kept, INSIDE.number = True, INSIDE.number + 1
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:

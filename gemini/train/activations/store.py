@@ -192,9 +192,7 @@ class ActivationStore:
             offloaded = known()
             # Both: a storage that is gone may have had its address given to another.
             if offloaded is not None and not alive.expired():
-                offloaded.wanted += INSIDE.kept
-                self.flights.note(offloaded, at_once=offloaded.wanted > 1)
-                return offloaded
+                return self._noted(offloaded)
         # Before room is asked for: places of tensors that are gone may be all that is needed.
         self.collect()
         about = self._mover.about("activation", "offload activations")
@@ -204,8 +202,13 @@ class ActivationStore:
             return None
         # The weak reference keeps the storage's address from being given to another one.
         self._known[key] = (StorageWeakRef(storage), weakref.ref(offloaded))
+        return self._noted(offloaded)
+
+    def _noted(self, offloaded: Offloaded) -> Offloaded:
+        """Count one more who will ask for it."""
         offloaded.wanted += INSIDE.kept
-        self.flights.note(offloaded, at_once=False)
+        offloaded.of_nodes &= INSIDE.kept
+        self.flights.note(offloaded, at_once=offloaded.wanted > 1)
         return offloaded
 
     def _checkpoints_compiled(self) -> bool:
