@@ -77,8 +77,8 @@ class GeminiConfig:
             be of the tiled model too (``gemini.trace(..., tile_tokens=)``). "auto": the planner tiles, with the size
             that ``trace`` has, if activations do not fit otherwise: the head alone if that will do. None: never.
         kept_blocks: of a model that checkpoints, how many of its blocks keep their activations in place of computing
-            them again: evenly spread, the last one among them. With ``offload_activations`` they wait there as the inputs of the other blocks do.
-            Results have the same bits. By default as in the plan or ``trace``, else 0.
+            them again: evenly spread, the last one among them. With ``offload_activations`` they wait there as the
+            inputs of the other blocks do. Results have the same bits. By default as in the plan or ``trace``, else 0.
         context_attention: how attention is divided over the mesh dimension ``cp``. "ulysses": each rank computes some
             of the heads. "gathered": each rank gathers all keys and values. "auto": "ulysses" where ``cp`` divides the
             number of heads.
