@@ -16,7 +16,7 @@ from gemini.jobs import REFUSED, JobError
 from gemini.jobs.plan_report import Report, describe, named, screen
 from gemini.jobs.planner import RUNNERS_UP, Way, as_options, choose, options_of, run_by
 from gemini.jobs.screen import answer, progress
-from gemini.jobs.settings import PlanSettings
+from gemini.jobs.settings import MAIN, PlanSettings
 from gemini.jobs.trace import params_of
 from gemini.planning.costs import MeshSizes
 from gemini.planning.hardware import Hardware
@@ -45,7 +45,8 @@ def plan(settings: PlanSettings, console: Console) -> int:
             f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
         )
     with progress("tracing the step") as status:
-        report, made, timeline = (_plan_over_mesh if settings.mesh else _plan_whole)(way, status)
+        planning = _plan_over_mesh if settings.mesh else _plan_together if settings.with_ else _plan_whole
+        report, made, timeline = planning(way, status)
     value, hint = None if made is None else made.to_json(), f"; to train by it: gemini sft --plan {settings.out} ..."
     lines = screen(report)
     answer(settings, console, lines, json=json.dumps(report, indent=1), value=value, timeline=timeline, hint=hint)
@@ -89,6 +90,24 @@ def _plan_whole(way: Way, status: Status) -> Answer:
             report["alternatives"].append(other)
             status.update(f"planning what else it could do, {number} of about 8 ...")
     return report, made, timeline
+
+
+def _plan_together(way: Way, status: Status) -> Answer:
+    """Of a model, and of others that compute in turn with it: its own answer, beside what the others have."""
+    try:
+        together = way.plan_together()
+    except BudgetExceeded as e:
+        return describe(way.settings, way.machine, way.trace().forms[-1], refusal=e), None, None
+    made, timeline, seconds = together.plans[MAIN], None, 0.0
+    if way.machine.hardware is not None:
+        status.update("simulating the step ...")
+        timeline = way.play(made)
+        seconds = sum(way.play(plan).step_seconds for name, plan in together.plans.items() if name != MAIN)
+    return (
+        describe(way.settings, way.machine, made.trace, made, timeline, together=together, before=seconds),
+        made,
+        timeline,
+    )
 
 
 # ---- what else the machine could do ----------------------------------------------------------------------------------

@@ -12,14 +12,16 @@ from rich.text import Text
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.jobs.planner import Machine, problem_of
-from gemini.jobs.screen import fact, human_count, human_rate, in_options, shown_bytes, table
-from gemini.jobs.settings import PlanSettings
+from gemini.jobs.screen import LABEL, fact, human_count, human_rate, in_options, shown_bytes, table
+from gemini.jobs.settings import MAIN, PlanSettings
 from gemini.planning.parallel import MeshOutcome
 from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM
 from gemini.planning.timeline import Timeline, human_seconds
+from gemini.planning.together import LEFT, Together, kept_bytes, needed_bytes
 from gemini.planning.trace import MemoryTrace, Phase, tile_words
 from gemini.planning.traffic import by_name
+from gemini.planning.working import beside_bytes
 from gemini.tiers import Tier
 
 VERSION = 3
@@ -35,9 +37,12 @@ def describe(
     *,
     refusal: BudgetExceeded | None = None,
     best: MeshOutcome | None = None,
+    together: Together | None = None,
+    before: float = 0.0,
 ) -> Report:
     """The answer: a plan, with its time if the machine's speeds are known, or a refusal. ``trace`` is one micro-batch
-    on one rank; over a mesh (``best``) on one of the slowest stage, and so are plan and timeline.
+    on one rank; over a mesh (``best``) on one of the slowest stage, and so are plan and timeline. ``together``: with
+    models that compute in turn, which take ``before`` seconds of a step.
     """
     problem = problem_of(settings, machine, trace) if plan is None else plan.problem
     ranks, accumulate = problem.layout.ranks, settings.accumulate if plan is None else plan.accumulate
@@ -80,11 +85,12 @@ def describe(
             "offloaded_to": plan.offload_activations if plan else None,
         },
         "refusal": None if refusal is None else str(refusal),
-        "held": named(plan.held) if plan else {},
+        "held": named(_beside(plan, together)) if plan else {},
+        "models": _models(together) if together else {},
         "update": dict(update),
         "streamed": sum(plan.layout.chunks[index].payload for index in plan.placement.streamed) if plan else 0,
-        "moved": by_name(plan.traffic) if plan else {},
-        "step": _step(settings, machine, plan, timeline, best) if plan and timeline else None,
+        "moved": by_name((together or plan).traffic) if plan else {},
+        "step": _step(settings, machine, plan, timeline, best, before) if plan and timeline else None,
         "mesh": None,
         "fastest": None,
         "alternatives": [],
@@ -96,10 +102,47 @@ def named(of: Mapping[Tier, Any]) -> dict[str, Any]:
     return {tier.value: value for tier, value in of.items()}
 
 
-def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeline, best: MeshOutcome | None) -> Report:
-    """How long a step takes, as predicted. Over a mesh stages wait for each other, and the step is that long."""
+def _beside(plan: Plan, together: Together | None) -> dict[Tier, dict[str, int]]:
+    """What each tier holds, of other models by their names; the context of a GPU is of all."""
+    held = {tier: dict(of_tier) for tier, of_tier in plan.held.items()}
+    if together is None:
+        return held
+    for name, other in together.plans.items():
+        for tier, num_bytes in kept_bytes(other).items() if other is not plan else ():
+            held[tier][name] = num_bytes
+    compute = plan.problem.compute
+    if context := beside_bytes(plan.trace.target, compute):
+        held[compute]["context"] = context
+    return held
+
+
+def _models(together: Together) -> Report:
+    return {
+        name: {
+            "model": plan.trace.model,
+            "num_params": plan.trace.num_params,
+            "trained": any(param.trainable for param in plan.trace.params),
+            "kept": named({tier: n for tier, n in kept_bytes(plan).items() if n}),
+            "at_once": needed_bytes(plan),
+            "moved": by_name(plan.traffic),
+        }
+        for name, plan in together.plans.items()
+    }
+
+
+def _step(
+    settings: PlanSettings,
+    machine: Machine,
+    plan: Plan,
+    timeline: Timeline,
+    best: MeshOutcome | None,
+    before: float,
+) -> Report:
+    """How long a step takes, as predicted. Over a mesh stages wait for each other, and the step is that long; and
+    ``before`` it other models compute.
+    """
     assert machine.hardware is not None
-    figures, seconds = machine.hardware.figures, (best or timeline).step_seconds
+    figures, seconds = machine.hardware.figures, (best or timeline).step_seconds + before
     waited = {cause: waits for cause, waits in timeline.stalls.items() if waits > 0}
     if best is not None and best.bubble:
         waited["other stages"] = best.bubble
@@ -114,7 +157,8 @@ def _step(settings: PlanSettings, machine: Machine, plan: Plan, timeline: Timeli
     return {
         "schedule": settings.schedule,
         "seconds": seconds,
-        "tokens_per_second": (best or timeline).tokens_per_second,
+        "tokens_per_second": (best or timeline).tokens / seconds if seconds else 0.0,
+        "seconds_of_others": before,
         "flops_per_second": timeline.flops / seconds if seconds else 0.0,
         "busy": {track.value: s for track, s in sorted(timeline.busy.items(), key=lambda item: -item[1])},
         "waited": waited,
@@ -135,7 +179,7 @@ FEW_STEPS = 100_000
 def screen(report: Report) -> list[RenderableType]:
     """What ``say`` prints: parts with an empty line between them."""
     found: list[RenderableType] = []
-    for part in (_head, _verdict, _mesh, _homes, _facts, _alternatives):
+    for part in (_head, _verdict, _mesh, _homes, _in_turn, _facts, _alternatives):
         lines = [*part(report)]
         found += ["", *lines] if lines and found else lines
     return found
@@ -174,7 +218,9 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
         yield f"FITS: {report['bytes_per_param']:.2f} bytes per trained param{rule}{more}"
         return
     refusal, _, change = report["refusal"].partition(" Cheapest change: ")
-    yield "DOES NOT FIT: " + (refusal.partition(" does not fit: ")[2] or refusal)
+    whose, _, missing = refusal.partition(" does not fit: ")
+    whose = f"{whose.partition(LEFT)[0]}{LEFT}: " if LEFT in whose else ""
+    yield f"DOES NOT FIT: {whose}{missing}" if missing else f"DOES NOT FIT: {refusal}"
     if change:
         yield fact("cheapest change", in_options(change, "--nvme"))
     each = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in report["needs"].items())
@@ -229,6 +275,25 @@ def _homes(report: Report) -> Iterator[RenderableType]:
         streamed = _percent(report["streamed"], trained)
         rows.append(("  of it streamed", *(streamed if tier == report["compute"] else "." for tier in held)))
     yield table(("who lives where", *held), rows, least=(20, *(13 for _ in held)))
+
+
+def _in_turn(report: Report) -> Iterator[RenderableType]:
+    """The models that compute in turn, and what they need room for."""
+    models = report["models"]
+    for name, each in models.items():
+        if name != MAIN:
+            kept = ", ".join(f"{human_bytes(n)} on {tier}" for tier, n in each["kept"].items())
+            yield fact(
+                f"with {name}"[: LABEL - 1],
+                f"{each['model']}, {human_count(each['num_params'])} params, "
+                f"{'trained' if each['trained'] else 'frozen'}; {kept}; gathers {human_bytes(each['at_once'])} at once",
+            )
+    if models:
+        most = max(models, key=lambda name: models[name]["at_once"])
+        largest = human_bytes(models[most]["at_once"])
+        yield fact("in turn", f"room for the largest working set, {largest} of {most if most != MAIN else 'the model'}")
+    if models and report["step"]:
+        yield fact("", f"{human_seconds(report['step']['seconds_of_others'])} of a step for the others")
 
 
 def _facts(report: Report) -> Iterator[RenderableType]:

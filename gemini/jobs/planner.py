@@ -21,7 +21,7 @@ import gemini
 from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes, parse_bytes
 from gemini.jobs import JobError
 from gemini.jobs.screen import stdout_closed_to_others
-from gemini.jobs.settings import PlanSettings, TraceSettings, spelled
+from gemini.jobs.settings import MAIN, PlanSettings, TraceSettings, spelled
 from gemini.jobs.trace import params_of, seq_len_of, take_trace
 from gemini.planning import document
 from gemini.planning.costs import MeshSizes, Speeds
@@ -33,6 +33,7 @@ from gemini.planning.planner import pose_problem
 from gemini.planning.rules import RULES
 from gemini.planning.sizes import DEEP, SHALLOW, are_alike, deepened, step_seconds, with_kept
 from gemini.planning.timeline import Timeline
+from gemini.planning.together import Together, evaluated
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
 from gemini.tiers import Boundary, Tier
@@ -143,8 +144,13 @@ class Way:
 
     def plan_for(self, trace: MemoryTrace, **more: Any) -> Plan:
         """The plan of another step than the whole one, as it was asked for, but for ``more``."""
+        machine = self.machine
+        with stdout_closed_to_others():
+            return gemini.plan(trace, machine.hardware, machine.budgets, **{**self._asked(trace), **more})
+
+    def _asked(self, trace: MemoryTrace) -> dict[str, Any]:
         settings, machine = self.settings, self.machine
-        asked: dict[str, Any] = {
+        return {
             "gradients": settings.kept_gradients,
             "optimizer": settings.rule_in(trace.precision),
             "compute": machine.compute,
@@ -154,8 +160,24 @@ class Way:
             "local_ranks": machine.sharing,
             "schedule": settings.schedule,
         }
+
+    def plan_together(self) -> Together:
+        """The plans of this model and of those that compute in turn with it, before it. Raises BudgetExceeded."""
+        traces: dict[str, MemoryTrace] = {}
+        for name, config, is_trained in self.settings.with_:
+            asked = {"config": config, "layers": None, "lora": None, "load_in_4bit": False, "kept_blocks": None}
+            checkpoints = self.settings.gradient_checkpointing or not is_trained
+            try:
+                trace = self.trace(**asked, gradient_checkpointing=checkpoints)
+            except GeminiError:  # it has none
+                trace = self.trace(**asked, gradient_checkpointing=False)
+            traces[name] = trace if is_trained else evaluated(trace)
+        # As bridges wrap them: a graph may keep weights of one while another computes.
+        own = self.trace()
         with stdout_closed_to_others():
-            return gemini.plan(trace, machine.hardware, machine.budgets, **{**asked, **more})
+            return gemini.plan_together(
+                {**traces, MAIN: own}, self.machine.hardware, self.machine.budgets, at_once=True, **self._asked(own)
+            )
 
     def play(self, plan: Plan) -> Timeline:
         """The step in time, on a machine whose speeds are known."""

@@ -8,7 +8,7 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from gemini.errors import parse_bytes
 from gemini.jobs import JobError
@@ -19,6 +19,9 @@ from gemini.planning.trace import as_tiles, tile_sizes
 MOST_POSITIONS = 4096
 """What a sequence has by default at most; less where the model has fewer positions."""
 
+
+MAIN = "model"
+"""What a model is called beside those of ``--with``."""
 
 _PICTURES = (".png", ".svg", ".json")
 
@@ -70,6 +73,24 @@ def tiles(text: str) -> int | str | None:
     return text if text == "auto" else as_tiles(tile_sizes(int(text) if text.isdecimal() else text))
 
 
+class WithModel(NamedTuple):
+    """A model that computes in turn with the one that is planned for."""
+
+    name: str
+    config: str
+    is_trained: bool
+
+
+@kind
+def with_model(text: str) -> WithModel:
+    """A model by a name of one's own, its config, and whether it is trained too."""
+    name, _, rest = text.partition("=")
+    config, _, how = rest.partition(",")
+    if not name or not config or how not in ("", "frozen", "trained"):
+        raise ValueError(f"a model is NAME=CONFIG, which is frozen, or NAME=CONFIG,trained, got {text!r}")
+    return WithModel(name, config, how == "trained")
+
+
 @kind
 def new_file(text: str) -> Path:
     """A file to write, after seconds or hours: whether that can be is known now."""
@@ -116,6 +137,8 @@ class RecordParser(Refusing):
                 how["type"] = at_least(least)
             if how.get("nargs") == "?":
                 how["default"] = None  # argparse takes SUPPRESS for a word that was said
+            if not is_argument(option):
+                how["dest"] = option.name
             groups[group].add_argument(option.name if is_argument(option) else spelled(option.name), help=words, **how)
         behind = [f"[{a.metavar}]" if a.nargs else str(a.metavar) for a in self._actions if not a.option_strings]
         self.usage = " ".join((self.prog, "[OPTIONS]", *behind))
@@ -142,7 +165,7 @@ def is_argument(option: Any) -> bool:
 
 def spelled(name: str) -> str:
     """The command line's spelling of a field."""
-    return "--" + name.replace("_", "-")
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 # ---- what several commands are asked ---------------------------------------------------------------------------------
@@ -248,6 +271,14 @@ class PlanSettings(_Played, _Step):
 
     config: str | None = opt(None, f"{_NAMES} With --trace it may be left out.", metavar="CONFIG", nargs="?")
     trace: Path | None = opt(_MODEL, "Take the step from this file of `trace --out`.")
+    with_: tuple[WithModel, ...] = opt(
+        _MODEL,
+        "NAME=CONFIG: another model in the same budget that computes in turn with this one, evaluated alone (a "
+        "reference, a reward) or with NAME=CONFIG,trained trained too. Repeat for more.",
+        (),
+        type=with_model,
+        action="append",
+    )
     batch_size: int | None = opt(_STEP, "Sequences in a forward pass of each GPU. (Default: 1.)", least=1)
     precision: str | None = opt(_STEP, "What is computed in. (Default: bf16.)", choices=PRECISIONS)
     accumulate: int = opt(_STEP, "Batches in an optimizer step.", 1, least=1)
@@ -295,6 +326,13 @@ class PlanSettings(_Played, _Step):
             )
         if self.fastest and (self.alternatives or self.mesh or not no_trace):
             raise JobError("--fastest looks at steps of several sizes, without --alternatives, --trace and a mesh.")
+        if self.with_ and (self.mesh or self.fastest or self.alternatives or self.picture or not no_trace):
+            raise JobError(
+                "--with plans one step of several models as they are: leave a mesh, --fastest, --alternatives, "
+                "--picture and --trace out."
+            )
+        if len({MAIN, *(each.name for each in self.with_)}) <= len(self.with_):
+            raise JobError(f"--with needs a name of its own for each model, and none is {MAIN!r}.")
         if self.parallel and self.dims:
             raise JobError("--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.")
         if self.mesh and (not no_trace or self.tile_tokens or self.lora or self.out or self.alternatives):

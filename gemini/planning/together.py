@@ -29,6 +29,9 @@ from gemini.planning.trace import MemoryTrace, Phase
 from gemini.planning.traffic import Traffic
 from gemini.tiers import DRIVE, MemoryBudget, Tier
 
+LEFT = ", with what the other models leave of the budget"
+"""Whose refusal it is."""
+
 _NOT_KEPT = ("windows", "gradients in flight", "saved activations")
 
 
@@ -163,12 +166,12 @@ def plan_together(
         own: dict[str, Any] = options
         if name in frozen:  # what its forward takes is beside the others', which have the larger of both
             others = others._replace(activations=0)
-            own = {"placement": home, "activations": 0, "max_chunk": options.get("max_chunk")}
-            own = {key: value for key, value in own.items() if value is not None}
+            own = {key: options[key] for key in ("precision", "max_chunk", "schedule") if key in options}
+            own |= {"placement": home, "activations": 0}
         try:
             plans[name] = plan(trace, hardware, left, others=others, **shared, **own)
         except BudgetExceeded as e:
-            raise BudgetExceeded(f"{name}, with what the other models leave of the budget: {e}") from e
+            raise BudgetExceeded(f"{name}{LEFT}: {e}, beside what the others keep") from e
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
     return Together(_in_turn(plans, budgets[compute] - _kept(plans)[compute], speeds), budgets)
 

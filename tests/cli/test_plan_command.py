@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from gemini.jobs.plan_report import VERSION
 from gemini.planning.hardware import load_hardware
 from gemini.planning.timeline import Timeline
 from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
-from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
+from tests.cli.commands import FOUR_BLOCKS, Command, flat, llama_config, refused
 from tests.planning.policies import check_plan
 
 SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")
@@ -105,6 +106,34 @@ def test_a_plan_for_a_gpu_leaves_room_for_a_context(gemini_command: Command, tmp
     assert least and gemini_command.told(*asked, f"{least[1]}MiB")["fits"]
     on_cpu = gemini_command.told(*asked, "2GiB", "--compute", "cpu")
     assert "context" not in on_cpu["held"]["cpu"]
+
+
+def test_models_that_compute_in_turn_are_planned_in_one_budget(gemini_command: Command, tmp_path: Path) -> None:
+    config, plan = llama_config(tmp_path / "config.json"), tmp_path / "plan.json"
+    asked = ("plan", config, "--seq-len", "64", "--with", f"ref={config}", "--with", f"critic={config},trained")
+    alone = gemini_command.told("plan", config, "--seq-len", "64", "--cpu", "1GiB", "--gpu", "2GiB")
+    said = gemini_command.told(*asked, "--cpu", "1GiB", "--gpu", "2GiB", "--machine", "rtx4090", "--out", plan)
+    models = said["models"]
+    assert said["fits"] and [*models] == ["ref", "critic", "model"]
+    assert [each["trained"] for each in models.values()] == [False, True, True]
+    assert said["held"]["gpu"]["context"] == alone["held"]["gpu"]["context"]
+    for name in ("ref", "critic"):
+        kept = {tier: held[name] for tier, held in said["held"].items() if name in held}
+        assert models[name]["kept"] == {tier: n for tier, n in kept.items() if n}
+    assert models["ref"]["kept"]["cpu"] >= 2 * said["num_params"] and "gpu" not in models["ref"]["kept"]
+    assert said["moved"] == dict(sum((Counter(each["moved"]) for each in models.values()), Counter()))
+    assert said["step"]["seconds"] > said["step"]["seconds_of_others"] > 0
+    made = gemini.Plan.from_json(plan.read_text())
+    assert made.trace.num_params == said["num_params"] and made.problem.others == 2 * models["ref"]["at_once"]
+    screen = flat(gemini_command(*asked, "--cpu", "1GiB", "--gpu", "2GiB"))
+    assert "with ref LlamaForCausalLM" in screen and "in turn room for the largest working set" in screen
+    less = gemini_command(*asked, "--cpu", "2MiB")
+    assert less.exit_code == 2 and "DOES NOT FIT: critic, with what the other models leave of the budget: " in flat(less)
+    assert "beside what the others keep" in flat(less)
+    refused(gemini_command(*asked, "--cpu", "1GiB", "--fastest"), "leave a mesh, --fastest")
+    refused(gemini_command(*asked, "--cpu", "1GiB", "--with", f"ref={config}"), "a name of its own for each")
+    for wrong in ("ref", "=x", "ref=", "ref=x,other"):
+        refused(gemini_command("plan", config, "--cpu", "1GiB", "--with", wrong), "a model is NAME=CONFIG")
 
 
 def test_budgets_that_are_left_out_are_the_machines_with_the_margin_of_the_runtime(
