@@ -12,7 +12,7 @@ from rich.text import Text
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.jobs.planner import Machine, problem_of
-from gemini.jobs.screen import LABEL, fact, human_count, human_rate, in_options, shown_bytes, table
+from gemini.jobs.screen import fact, human_count, human_rate, in_options, shown_bytes, table
 from gemini.jobs.settings import MAIN, PlanSettings
 from gemini.planning.parallel import MeshOutcome
 from gemini.planning.plan import Plan
@@ -284,7 +284,7 @@ def _in_turn(report: Report) -> Iterator[RenderableType]:
         if name != MAIN:
             kept = ", ".join(f"{human_bytes(n)} on {tier}" for tier, n in each["kept"].items())
             yield fact(
-                f"with {name}"[: LABEL - 1],
+                f"with {name}",
                 f"{each['model']}, {human_count(each['num_params'])} params, "
                 f"{'trained' if each['trained'] else 'frozen'}; {kept}; gathers {human_bytes(each['at_once'])} at once",
             )

@@ -128,8 +128,8 @@ def test_models_that_compute_in_turn_are_planned_in_one_budget(gemini_command: C
     screen = flat(gemini_command(*asked, "--cpu", "1GiB", "--gpu", "2GiB"))
     assert "with ref LlamaForCausalLM" in screen and "in turn room for the largest working set" in screen
     less = gemini_command(*asked, "--cpu", "2MiB")
-    assert less.exit_code == 2 and "DOES NOT FIT: critic, with what the other models leave of the budget: " in flat(less)
-    assert "beside what the others keep" in flat(less)
+    assert less.exit_code == 2 and "beside what the others keep" in flat(less)
+    assert "DOES NOT FIT: critic, with what the other models leave of the budget: " in flat(less)
     refused(gemini_command(*asked, "--cpu", "1GiB", "--fastest"), "leave a mesh, --fastest")
     refused(gemini_command(*asked, "--cpu", "1GiB", "--with", f"ref={config}"), "a name of its own for each")
     for wrong in ("ref", "=x", "ref=", "ref=x,other"):
