@@ -7,7 +7,7 @@ has after a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -84,14 +84,28 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     own = vars(owner)
     # An inherited attribute is not set on the owner afterwards.
     before, was_own = own.get(name), name in own
-    setattr(owner, name, value)
     try:
+        setattr(owner, name, value)
         yield
     finally:
         if was_own:
             setattr(owner, name, before)
-        else:
+        elif name in own:
             delattr(owner, name)
+
+
+@contextmanager
+def replaced_in(mapping: MutableMapping[Any, Any], key: Any, value: Any) -> Iterator[None]:
+    """The same of an entry of a mapping."""
+    before, was_there = mapping.get(key), key in mapping
+    try:
+        mapping[key] = value
+        yield
+    finally:
+        if was_there:
+            mapping[key] = before
+        else:
+            mapping.pop(key, None)
 
 
 class Overrides:

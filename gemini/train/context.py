@@ -310,14 +310,8 @@ class Attend:
             key, value = (x.repeat_interleave(times, 1) for x in (key, value))
         query, key, value = _ExchangeDims.apply(self._exchange, 1, 2, query, key, value)
         # Kernels of transformers repeat keys by this attribute, which counts the heads of the whole model.
-        groups_before = getattr(module, "num_key_value_groups", None)
-        if groups_before is not None:
-            module.num_key_value_groups = query.shape[1] // key.shape[1]  # type: ignore[assignment]
-        try:
+        with replaced(module, "num_key_value_groups", query.shape[1] // key.shape[1]):
             out = self._compute(module, causal, how, query, key, value)
-        finally:
-            if groups_before is not None:
-                module.num_key_value_groups = groups_before
         (out,) = _ExchangeDims.apply(self._exchange, 1, 2, out)
         return out
 
@@ -499,12 +493,9 @@ class ContextParallel(Overrides):
             # A cache would hold the keys of this part only, and the next token would look at these.
             kwargs.setdefault("use_cache", False)
             # Counted, to find a model whose attention never asks: its parts would be computed as if they were wholes.
-            self._attend.in_forward, self._attend.num_calls = True, 0
-            try:
-                with self._watched_loss(kwargs):
-                    output = whole(*args, **kwargs)
-            finally:
-                self._attend.in_forward = False
+            self._attend.num_calls = 0
+            with replaced(self._attend, "in_forward", True), self._watched_loss(kwargs):
+                output = whole(*args, **kwargs)
             if not self._attend.num_calls:
                 raise GeminiError(
                     f"context parallel: {type(self._model).__name__} did not call the attention functions of "

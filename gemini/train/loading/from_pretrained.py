@@ -31,7 +31,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError, StorageError
-from gemini.patches import replaced
+from gemini.patches import replaced, replaced_in
 from gemini.ranks.group import Ranks
 from gemini.train.ddp import managed_class
 from gemini.train.loading.skeleton import (
@@ -544,7 +544,8 @@ class StoredModel(Skeleton):
             stack.enter_context(replaced(core_model_loading, "set_param_for_module", put))
             stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
             stack.enter_context(reading_slices(self._metas, readings or {}))
-            stack.enter_context(_environment("HF_DEACTIVATE_ASYNC_LOAD", "1"))  # else threads read far ahead
+            # Else threads read far ahead.
+            stack.enter_context(replaced_in(os.environ, "HF_DEACTIVATE_ASYNC_LOAD", "1"))
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)
 
 
@@ -632,31 +633,13 @@ def _fill_buffer(buffer: Any, value: torch.Tensor) -> None:
 @contextlib.contextmanager
 def _apart(model: Any) -> Iterator[None]:
     """Take tied params from all owners but the first: transformers initializes before it ties, so draws them once."""
-    taken = []
-    for target in model.all_tied_weights_keys:
-        owner, _, leaf = target.rpartition(".")
-        params = model.get_submodule(owner)._parameters
-        if leaf in params:
-            taken.append((params, leaf, params[leaf]))
-            placeholder = torch.empty(params[leaf].shape, dtype=params[leaf].dtype)  # takes memory only if written
-            params[leaf] = nn.Parameter(placeholder, requires_grad=False)
-            params[leaf]._is_hf_initialized = True
-    try:
+    with contextlib.ExitStack() as stack:
+        for target in model.all_tied_weights_keys:
+            owner, _, leaf = target.rpartition(".")
+            params = model.get_submodule(owner)._parameters
+            if leaf in params:
+                empty = torch.empty(params[leaf].shape, dtype=params[leaf].dtype)  # takes memory only if written
+                placeholder: Any = nn.Parameter(empty, requires_grad=False)
+                placeholder._is_hf_initialized = True
+                stack.enter_context(replaced_in(params, leaf, placeholder))
         yield
-    finally:
-        for params, leaf, param in taken:
-            params[leaf] = param
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    # Not by `unittest.mock`, which empties the environment for a moment as it puts it back.
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -343,12 +343,9 @@ class Head:
         has_hooks = bool(self.layer._backward_hooks or self.layer._backward_pre_hooks)
         if has_hooks or not loss.can_be_made_at_once(hidden, self.layer):
             return loss.whole(hidden, self.whole)
-        self._asked = loss
-        try:
+        with replaced(self, "_asked", loss):
             # One call of the layer for all tiles: its weight is gathered once, and not again in backward.
             return self._call(hidden)
-        finally:
-            self._asked = None
 
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
         # The layer gives real logits inside: called by a tile, now and again in backward.
@@ -398,13 +395,10 @@ class Head:
                         "need them. Leave them out, or the head's tiles. This is said once per model"
                     )
                 return whole(*args, **kwargs)
-            self._promises = True
             self._divisor = _divisor_of(given)
-            try:
+            # Not on errors either: the layer would go on giving stand-ins to whoever calls it.
+            with replaced(self, "_promises", True):
                 return _without_logits(whole(*args, **kwargs))
-            finally:
-                # On errors too: the layer would go on giving stand-ins to whoever calls it.
-                self._promises = False
 
         return forward
 

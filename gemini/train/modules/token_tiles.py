@@ -16,6 +16,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError
-from gemini.patches import Overrides
+from gemini.patches import Overrides, replaced
 from gemini.planning.trace import LEAST_TILE, tile_sizes, tile_tokens_for
 from gemini.train.modules.reading import READ_AS_A_WHOLE
 from gemini.train.modules.tiled_logits import find_head, split_rows
@@ -97,14 +98,11 @@ class TokenTiles(Overrides):
             if len(parts[0]) == 1 or not self._can_cut(path, mlp, whole, rows):
                 return whole(*args)
             # Put back on errors too: a module left here would never be called by `of_tile` again, so never gathered.
-            around, self._inside.module = getattr(self._inside, "module", None), mlp
-            try:
+            with replaced(self._inside, "module", mlp):
                 if torch.is_grad_enabled():
                     done = _checkpointed(of_tile, rows, parts)
                 else:
                     done = [whole(*_tile(tile)) for tile in zip(*parts, strict=True)]
-            finally:
-                self._inside.module = around
             joined = torch.cat(done, -2)
             return joined.view(*args[0].shape[:-1], joined.shape[-1])
 
@@ -120,16 +118,11 @@ class TokenTiles(Overrides):
         # Of the first batch, however short: a checkpointed block is computed again in backward as it was in forward.
         rows, first = [each.detach() for each in given], min(_CHECKED_TOKENS, given[0].shape[0] // 3)
         last = 2 * first
-        training = [module for module in mlp.modules() if module.training]
-        try:
-            for module in training:  # without dropout
-                module.training = False
-            with torch.no_grad():
-                alone = whole(*_tile(tuple(each[first:last] for each in rows)))
-                among = whole(*_tile(tuple(each[: 3 * first] for each in rows)))
-        finally:
-            for module in training:
-                module.training = True
+        with torch.no_grad(), ExitStack() as stack:
+            for module in mlp.modules():  # without dropout
+                stack.enter_context(replaced(module, "training", False))
+            alone = whole(*_tile(tuple(each[first:last] for each in rows)))
+            among = whole(*_tile(tuple(each[: 3 * first] for each in rows)))
         can_be_cut = isinstance(alone, torch.Tensor) and alone.shape[-2] == last - first
         if can_be_cut and type(given[0]) is torch.Tensor:  # others have no values: a step is traced
             among = among[..., first:last, :]

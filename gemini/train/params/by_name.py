@@ -22,6 +22,7 @@ from gemini.kernels import crc32
 from gemini.memory.chunks.chunk import Chunk, Parts, Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
+from gemini.patches import replaced
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agree import Point, value_facts
 from gemini.ranks.wire import Tag, Wire
@@ -270,11 +271,9 @@ class ByName:
     @contextmanager
     def deferred(self) -> Iterator[list[tuple[ParamHandle, torch.Tensor]]]:
         """List what a program writes inside, params and values, instead of writing it."""
-        before, self._deferred = self._deferred, []
-        try:
-            yield self._deferred
-        finally:
-            self._deferred = before
+        writes = list[tuple[ParamHandle, torch.Tensor]]()
+        with replaced(self, "_deferred", writes):
+            yield writes
 
     @alone
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:

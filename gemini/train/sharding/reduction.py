@@ -15,8 +15,8 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import Working, tiles
 from gemini.memory.movement.transfers import Job, Lane
+from gemini.patches import replaced
 from gemini.planning.planes import GRAD, GRAD_ERROR
 from gemini.planning.timeline import Track
 from gemini.ranks.agree import Facts, Point, Request, agree, plain, tell
@@ -491,13 +492,8 @@ class Reduction(GradientSink):
                 if not whole.arrived:
                     self._close(handle.chunk.spec.index)
 
-    @contextmanager
-    def without_reducing(self) -> Iterator[None]:
-        before, self.reduces = self.reduces, False
-        try:
-            yield
-        finally:
-            self.reduces = before
+    def without_reducing(self) -> AbstractContextManager[None]:
+        return replaced(self, "reduces", False)
 
     # ---- what has happened since the last step ----------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.movement.transfers import Worker
 from gemini.memory.store import ChunkStore
+from gemini.patches import replaced
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Track
@@ -348,11 +349,8 @@ class Shards(Company):
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         # Where the others' parts go while this rank serves and is served.
-        self._read = out
-        try:
+        with replaced(self, "_read", out):
             self.reach(Request(Point.READ, self._numbers[handle.name] * len(self._kinds) + self._kinds.index(kind)))
-        finally:
-            self._read = None
 
     def _serve_read(self, handle: ParamHandle, kind: PlaneKind, receivers: list[int]) -> None:
         handle.chunk.settle()
