@@ -392,57 +392,68 @@ def _awaited_together(work: Work) -> dict[int, list[int]]:
 
 def serial(work: Work) -> Graph:
     """The engine with ``overlap=False``: one thing at a time. One step; the next is the same."""
-    graph, plan = Graph(work), work.plan
-    layout, moments = plan.layout, plan.trace.moments
-    at: list[int] = []  # the task that everything comes after
-    gathered = dict.fromkeys(standing(plan), True)
-    live = 0
+    order = _Serial(work)
+    for batch in range(work.plan.accumulate):
+        for moment in range(len(work.plan.trace.moments)):
+            order.add_moment(batch, moment)
+    if not order.updates_inside:
+        for index, chunk in enumerate(work.plan.layout.chunks):
+            if chunk.trainable:
+                order.add_update(index, -1)
+    return order.graph
 
-    def do(hops: Iterable[Hop], moment: int) -> list[int]:
-        tasks = graph.chain(hops, 0, moment, at)
-        at[:] = tasks[-1:] or at
+
+class _Serial:
+    """The order of :func:`serial` in the making: whatever is added comes after all that was."""
+
+    def __init__(self, work: Work):
+        self.graph, self._work = Graph(work), work
+        self.updates_inside = work.problem.gradients == "transient"
+        self._last: list[int] = []  # the task that the next one waits for; none at first
+        self._gathered = set(standing(work.plan))
+        self._live = 0  # bytes of activations
+
+    def add_moment(self, batch: int, moment: int) -> None:
+        """Fetch, launch, compute and land, with what is carried away and back."""
+        work, graph = self._work, self.graph
+        now, hop = work.plan.moves_of(batch)[moment], work.computing[moment]
+        for index in now.evict:
+            self._drop(index, len(graph.tasks), at_end=False)  # before the first task of this moment
+        graph.carried(moment, self._do(work.carry(moment, back=True), moment), back=True)
+        for index in now.fetch:
+            tasks = self._do(work.fetch(index), moment)
+            self._drop(index, tasks[0], at_end=False)  # gathered anew in the next micro-batch
+            self._gathered.add(index)
+            graph.window(tasks[0], index, at_end=False)
+        # Launching is beside computing: only what is longer shows.
+        launching = work.launching[moment] - hop.cost.seconds
+        if launching > 0:
+            self._do([_launch(hop, launching)], -1)
+        (computing,) = self._do([hop], moment)
+        if not graph.begins:
+            graph.begins.append(computing)
+        self._live = graph.live(computing, moment, self._live)
+        self._do(work.exchange(moment), moment)
+        graph.carried(moment, self._do(work.carry(moment, back=False), moment), back=False)
+        for landing in work.landings(adding=batch > 0)[moment]:
+            self._do(landing.hops, moment)
+            if self.updates_inside and landing.is_last and batch == work.plan.accumulate - 1:
+                self.add_update(landing.chunk, moment)
+
+    def add_update(self, index: int, moment: int) -> None:
+        """Update a chunk (``moment`` -1: after backward), whose gathered copy is then of the step before."""
+        tasks = self._do(self._work.update(index).hops, moment)
+        self._drop(index, tasks[-1], at_end=True)
+
+    def _do(self, hops: Iterable[Hop], moment: int) -> list[int]:
+        tasks = self.graph.chain(hops, 0, moment, self._last)
+        self._last = tasks[-1:] or self._last
         return tasks
 
-    def drop(index: int, task: int, *, at_end: bool) -> None:
-        if gathered.pop(index, False):
-            graph.window(task, index, -1, at_end=at_end)
-
-    def update(index: int, moment: int) -> None:
-        tasks = do(work.update(index).hops, moment)
-        drop(index, tasks[-1], at_end=True)
-
-    for batch in range(plan.accumulate):
-        is_last = batch == plan.accumulate - 1
-        for moment in range(len(moments)):
-            now = plan.moves_of(batch)[moment]
-            for index in now.evict:
-                drop(index, len(graph.tasks), at_end=False)  # before the first task of this moment
-            graph.carried(moment, do(work.carry(moment, back=True), moment), back=True)
-            for index in now.fetch:
-                tasks = do(work.fetch(index), moment)
-                drop(index, tasks[0], at_end=False)  # gathered anew in the next micro-batch
-                gathered[index] = True
-                graph.window(tasks[0], index, at_end=False)
-            hop = work.computing[moment]
-            # Beside computing; what is over of it nothing hides.
-            launching = work.launching[moment] - hop.cost.seconds
-            if launching > 0:
-                do([_launch(hop, launching)], -1)
-            (computing,) = do([hop], moment)
-            if not graph.begins:
-                graph.begins.append(computing)
-            live = graph.live(computing, moment, live)
-            do(work.exchange(moment), moment)
-            graph.carried(moment, do(work.carry(moment, back=False), moment), back=False)
-            for landing in work.landings(adding=batch > 0)[moment]:
-                do(landing.hops, moment)
-                if landing.is_last and is_last and work.problem.gradients == "transient":
-                    update(landing.chunk, moment)
-    if work.problem.gradients != "transient":
-        for index, chunk in enumerate(layout.chunks):
-            if chunk.trainable:
-                update(index, -1)
-    return graph
+    def _drop(self, index: int, task: int, *, at_end: bool) -> None:
+        if index in self._gathered:
+            self._gathered.remove(index)
+            self.graph.window(task, index, -1, at_end=at_end)
 
 
 def _pieces(work: Work, trained: list[int]) -> dict[int, tuple[Update, ...]]:
