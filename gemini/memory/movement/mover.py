@@ -333,65 +333,20 @@ class Mover:
         return event
 
     def _send_tiles(self, plane: Plane, flat: torch.Tensor) -> Event:
-        """Tile after tile through areas of staging: some are being read into while another one is on its way. A worker
-        has a set of its own and uses all of it; the training thread leaves most of its set to others.
-        """
-        staging, casts = self.own_staging(), plane.dtype != flat.dtype
-        # Areas that tiles are read into, and those that are sent from: without a cast the same.
-        rest = tuple(range(2, staging.num_scratch))
-        reads: tuple[int, ...] = (0, 1) if self.in_worker else (0,)
-        sends: tuple[int, ...] = rest
-        if not casts:
-            reads = sends = (0, *rest, 1) if self.in_worker else (0, 2)
-        # Tiles that were begun and not sent, the oldest first; and by area, the last copy out of it.
-        reading: deque[tuple[int, int, torch.Tensor, Event]] = deque()
-        sent: dict[int, Event] = {}
-
-        def area(place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-            # `scratch` waits for the copy out of this area: the disk would overwrite what is still being sent.
-            tile = staging.scratch(place, dtype, numel)
-            if place in sent:
-                # `scratch` does not say how that ended.
-                sent[place].wait()
-            return tile
-
-        def send(number: int) -> None:
-            start, stop, tile, read = reading[0]
-            read.wait()
-            place = sends[number % len(sends)]
-            if casts:
-                tile = area(place, flat.dtype, stop - start).copy_(tile)
-            sent[place] = self._send(flat[start:stop], tile)
-            # Known to the set and not to this call alone: the next user of the area waits for it, whoever that is.
-            staging.leaves(place, sent[place])
-            # Last: after an error in here it is still in the list, and its read is waited for below.
-            reading.popleft()
-
+        """Tile after tile through areas of staging: some are being read into while another one is on its way."""
+        copies = _TileCopies(self, plane, flat)
         try:
-            for number, (start, stop) in enumerate(tiles(0, plane.numel, self.tile)):
+            for start, stop in tiles(0, plane.numel, self.tile):
                 on_device = plane.device_view(start, stop)
                 if on_device is not None:
                     # A cast by the device itself, on the stream of this thread: see `computes`.
                     flat[start:stop].copy_(on_device)
-                    continue
-                # Without a cast one area is left to the copy out of it.
-                if len(reading) == len(reads) - (not casts):
-                    send(number - len(reading))
-                tile = plane.host_view(start, stop)
-                read = DONE
-                if tile is None:
-                    tile = area(reads[number % len(reads)], plane.dtype, stop - start)
-                    read = self._begin_read(plane, start, stop, tile)
-                reading.append((start, stop, tile, read))
-            while reading:
-                send(number - len(reading) + 1)
+                else:
+                    copies.add(start, stop)
+            return copies.send_all()
         except BaseException:
-            # Staging and window are given to others when this raises: nothing may still be written to either.
-            for *_, read in reading:
-                read.wait_until_over()
-            AllOf(list(sent.values())).wait_until_over()
+            copies.abandon()
             raise
-        return AllOf(list(sent.values()))
 
     def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
         """Start to read a tile that somebody waits for, before other requests."""
@@ -401,3 +356,71 @@ class Mover:
             return DONE
         self.count(plane.tier, Tier.CPU, into.nbytes)
         return begin_move([(plane, into)], start, stop, write=False, urgent=True)
+
+
+class _TileCopies:
+    """The tiles of a plane on their way into a window: read into areas of the calling thread's staging, cast into
+    others where the dtypes differ, and sent from there.
+    """
+
+    def __init__(self, mover: Mover, plane: Plane, flat: torch.Tensor):
+        self._mover, self._plane, self._flat = mover, plane, flat
+        self._staging, self._casts = mover.own_staging(), plane.dtype != flat.dtype
+        # A worker has a set of its own and uses all of it; the training thread leaves most of its set to others.
+        rest = tuple(range(2, self._staging.num_scratch))
+        self._read_into: tuple[int, ...] = (0, 1) if mover.in_worker else (0,)
+        self._send_from: tuple[int, ...] = rest
+        if not self._casts:
+            self._read_into = self._send_from = (0, *rest, 1) if mover.in_worker else (0, 2)
+        # Without a cast one area is left to the copy out of it.
+        self._most_reading = len(self._read_into) - (not self._casts)
+        self._reading: deque[tuple[int, int, torch.Tensor, Event]] = deque()
+        """Tiles that were begun and not sent, the oldest first."""
+        self._sent: dict[int, Event] = {}
+        """By area, the last copy out of it."""
+        self._num_begun = self._num_sent = 0
+
+    def add(self, start: int, stop: int) -> None:
+        """Begin to read a tile; if there is no area for it, the oldest one is sent first."""
+        if len(self._reading) == self._most_reading:
+            self._send_oldest()
+        tile, read = self._plane.host_view(start, stop), DONE
+        if tile is None:
+            place = self._read_into[self._num_begun % len(self._read_into)]
+            tile = self._area(place, self._plane.dtype, stop - start)
+            read = self._mover._begin_read(self._plane, start, stop, tile)
+        self._reading.append((start, stop, tile, read))
+        self._num_begun += 1
+
+    def send_all(self) -> Event:
+        """Send what was read: the end of all copies."""
+        while self._reading:
+            self._send_oldest()
+        return AllOf(list(self._sent.values()))
+
+    def abandon(self) -> None:
+        """Wait until nothing is written to staging or window any more: both are given to others."""
+        for *_, read in self._reading:
+            read.wait_until_over()
+        AllOf(list(self._sent.values())).wait_until_over()
+
+    def _send_oldest(self) -> None:
+        start, stop, tile, read = self._reading[0]
+        read.wait()
+        place = self._send_from[self._num_sent % len(self._send_from)]
+        if self._casts:
+            tile = self._area(place, self._flat.dtype, stop - start).copy_(tile)
+        self._sent[place] = self._mover._send(self._flat[start:stop], tile)
+        # Known to the set and not to this call alone: the next user of the area waits for it, whoever that is.
+        self._staging.leaves(place, self._sent[place])
+        # Last: after an error in here it is still in the list, and `abandon` waits for its read.
+        self._reading.popleft()
+        self._num_sent += 1
+
+    def _area(self, place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        # `scratch` waits for the copy out of this area: the disk would overwrite what is still being sent.
+        tile = self._staging.scratch(place, dtype, numel)
+        if place in self._sent:
+            # `scratch` does not say how that ended.
+            self._sent[place].wait()
+        return tile
