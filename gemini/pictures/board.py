@@ -88,34 +88,48 @@ def board(timelines: list[Timeline]) -> Any:
     legends = _legends(timelines)
     width = len(timelines) * (_LEFT + _WIDTH + _RIGHT)
     per_row = max(3, int((width - _LEFT) / _ENTRY))
-    lines = [-(-len(colours) // per_row) for colours in legends.values()]
-    height = _HEAD + rows + _AXIS + sum(0.3 + 0.2 * number for number in lines) + 0.1
+    legend_heights = [0.2 + 0.2 * -(-len(colours) // per_row) for colours in legends.values()]
+    height = _HEAD + rows + _AXIS + sum(height + 0.1 for height in legend_heights) + 0.1
     figure = Figure(figsize=(width, height), facecolor="white")
-    for column, timeline in enumerate(timelines):
+    for column, (timeline, end) in enumerate(zip(timelines, ends, strict=True)):
         left = _LEFT + column * (_LEFT + _WIDTH + _RIGHT)
         _heading(figure, timeline, left)
-        _phases(_axes(figure, left, _HEAD, _WIDTH, rows), timeline, ends[column])
-        top, last = _HEAD, None
-        for tier in tiers:
-            _memory(_axes(figure, left, top + _GAP - 0.1, _WIDTH, _PANEL), timelines, timeline, tier, end=ends[column])
-            top += _GAP - 0.1 + _PANEL
-            last = _axes(figure, left, top, _WIDTH, _STRIP)
-            _strip(last, timeline, tier, ends[column])
-            top += _STRIP + 0.1
-        top += 0.1 if shown and tiers else 0
-        for track in shown:
-            last = _axes(figure, left, top, _WIDTH, _ROW)
-            _track(last, timeline, track, ends[column], is_first=track is shown[0])
-            top += _ROW
-        if last is not None:
-            _time(last, ends[column])
+        _phases(_axes(figure, left, _HEAD, _WIDTH, rows), timeline, end)
+        _column(figure, left, timelines, timeline, end, tiers, shown)
     top = _HEAD + rows + _AXIS
-    for (title, colours), number in zip(legends.items(), lines, strict=True):
-        axes = _axes(figure, _LEFT, top, width - _LEFT - _RIGHT, 0.2 + 0.2 * number)
-        axes.set(xlim=(0, width - _LEFT - _RIGHT), ylim=(0.2 + 0.2 * number, 0))
+    for (title, colours), tall in zip(legends.items(), legend_heights, strict=True):
+        axes = _axes(figure, _LEFT, top, width - _LEFT - _RIGHT, tall)
+        axes.set(xlim=(0, width - _LEFT - _RIGHT), ylim=(tall, 0))
         _legend(axes, title, colours, per_row)
-        top += 0.3 + 0.2 * number
+        top += tall + 0.1
     return figure
+
+
+def _column(
+    figure: Any,
+    left: float,
+    timelines: list[Timeline],
+    timeline: Timeline,
+    end: float,
+    tiers: list[Tier],
+    shown: list[Track],
+) -> None:
+    """Draw one of the timelines from the head down: the memory of each tier, then the tracks; the last has the time."""
+    top, last = _HEAD, None
+    for tier in tiers:
+        top += _GAP - 0.1
+        _memory(_axes(figure, left, top, _WIDTH, _PANEL), timelines, timeline, tier, end=end)
+        top += _PANEL
+        last = _axes(figure, left, top, _WIDTH, _STRIP)
+        _strip(last, timeline, tier, end)
+        top += _STRIP + 0.1
+    top += 0.1 if shown and tiers else 0
+    for track in shown:
+        last = _axes(figure, left, top, _WIDTH, _ROW)
+        _track(last, timeline, track, end, is_first=track is shown[0])
+        top += _ROW
+    if last is not None:
+        _time(last, end)
 
 
 def colour_of(holder: str) -> str:
