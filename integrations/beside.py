@@ -54,7 +54,7 @@ def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: Gemin
     return replace(config, memory=memory)
 
 
-def budget_for(config: GeminiConfig, number: int) -> SharedBudget:
+def budget_for(config: GeminiConfig, number: float) -> SharedBudget:
     """The budget of ``config`` for a model that is managed before ``number`` others which are evaluated beside it, of
     its size: it leaves them their share of host memory, and with a drive a quarter, for all that is staged there.
     """

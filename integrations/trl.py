@@ -27,7 +27,7 @@ from gemini.errors import counted
 
 from .huggingface import GeminiTrainerMixin
 
-__all__ = [f"Gemini{kind}Trainer" for kind in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")]
+__all__ = [f"Gemini{kind}Trainer" for kind in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation")]
 
 
 class _OwnLoss:

@@ -49,6 +49,7 @@ _TRAINERS = {
     "reward": "Train a model that says which of two answers is better.",
     "grpo": "Train on what a reward says of groups of the model's own answers.",
     "rloo": "The same with a baseline of the other answers of a group.",
+    "distillation": "Train on what a teacher says of each token of the model's own answers.",
 }
 _TRL = "TRL's trainer, options and YAML (--config) in the memory given. Ctrl-C saves a checkpoint."
 COMMANDS = {
@@ -118,7 +119,7 @@ def _run(name: str, words: list[str]) -> int:
         print("Usage: gemini COMMAND [OPTIONS]\n")
         print("Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe.\n")
         print(
-            *(f"  {known:<10}{command.about.partition('. ')[0].rstrip('.')}" for known, command in COMMANDS.items()),
+            *(f"  {known:<14}{command.about.partition('. ')[0].rstrip('.')}" for known, command in COMMANDS.items()),
             sep="\n",
         )
         print("\n`gemini COMMAND --help` lists its options; `gemini --version` says the version.")

@@ -45,7 +45,8 @@ from gemini.jobs.parts import choose, claimed, open_data, prepare_out, words_of
 from gemini.jobs.planner import as_options
 from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.settings import DemoSettings
-from gemini.jobs.train_options import GeminiArguments, Options, Parser, options_of, precision_of
+from gemini.jobs.trace import params_of
+from gemini.jobs.train_options import GeminiArguments, Options, Parser, options_of, precision_of, stem
 from gemini.patches import replaced
 from gemini.ranks import launch
 from gemini.ranks.process_groups import start_group
@@ -75,14 +76,14 @@ def train(kind: str, words: Sequence[str], console: Console, about: str = "") ->
     cuda = torch.cuda.is_available() and not asked.values.use_cpu
     with join(asked.values.ddp_timeout, cuda=cuda) as wire, ExitStack() as until_end:
         options = options_of(asked, wire.size)
-        rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
+        judges = judges_of(options)
         if wire.rank == 0:
             until_end.enter_context(claimed(Path(options.args.output_dir)))
         else:
             console = Console(quiet=True, force_terminal=False)
         last = ["--resume_from_checkpoint", "auto"]  # of an option that is given twice, the last one counts
         again = shlex.join([kind, *words] if [*words[-2:]] == last else [kind, *words, *last])
-        return Run(options, console, wire, rewards).go(launch.again(again))
+        return Run(options, console, wire, judges).go(launch.again(again))
 
 
 class Run:
@@ -91,7 +92,7 @@ class Run:
     """
 
     def __init__(
-        self, options: Options, console: Console, wire: Wire | None = None, rewards: Mapping[str, Any] | None = None
+        self, options: Options, console: Console, wire: Wire | None = None, judges: Mapping[str, Any] | None = None
     ) -> None:
         self.options, self.wire, self._say = options, wire or Wire(), console.print
         args, ours, script = options.args, options.ours, options.script
@@ -122,7 +123,7 @@ class Run:
         self.model = self._managed(source)
         self._stop = StopCallback(self.wire, console.print)
         watching = [MetricsCallback(), LinesCallback(console.print, self._resume), self._stop, self.position]
-        self.trainer = self._trainer(rows, held_out, tokenizer, callbacks=watching, **(rewards or {}))
+        self.trainer = self._trainer(rows, held_out, tokenizer, callbacks=watching, **(judges or {}))
 
     def _tell(self, value: Any, what: str) -> list[Any]:
         """The ``value`` (plain, as in JSON) of every rank. All call it at the same point, called ``what``."""
@@ -179,7 +180,7 @@ class Run:
         if getattr(args, "precompute_ref_log_probs", False):
             self._say("the reference is the model itself as it is now: what it says of each row is kept")
         marks = getattr(args, "assistant_only_loss", False)
-        name = f"Gemini{'Reward' if kind == 'reward' else kind.upper()}Trainer"
+        name = f"Gemini{stem(kind)}Trainer"
         # TRL's trainer through our bridge; where it makes tokens of rows beforehand, it counts what it cuts.
         counting = type(name, (ready.CountsRows, getattr(ready, name)), {})
         with refusing(f"gemini {kind}", MARKS if marks else ""), _base_as_reference(self.model):
@@ -311,13 +312,17 @@ def _compile(model: Any) -> None:
         raise JobError(f"--torch_compile: {e}") from e
 
 
-def num_beside(options: Options) -> int:
-    """The number of models that the trainer evaluates beside the one that it trains."""
+def num_beside(options: Options) -> float:
+    """How many models of the size of the one that it trains the trainer evaluates beside that."""
     kind, args, has_reference = options.kind, options.args, not options.model.use_peft
     if kind in ("dpo", "kto"):
         return int(has_reference and not args.precompute_ref_log_probs)
     if kind in ("grpo", "rloo"):
         return int(has_reference and args.beta > 0) + bool(options.script.reward_model_name_or_path)
+    if kind == "distillation":
+        names = args.teacher_model_name_or_path, options.model.model_name_or_path
+        teacher, own = (params_of(name, None, options.config.precision or "fp32").num_params for name in names)
+        return teacher / own
     return 0
 
 
@@ -326,7 +331,7 @@ def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None
     args, ours, kind = options.args, options.ours, options.kind
     if args.device.type != "cuda" or ours.plan is not None or ours.activations is not None:
         return None
-    if ours.ep > 1 or kind in ("grpo", "rloo"):
+    if ours.ep > 1 or kind in ("grpo", "rloo", "distillation"):
         raise JobError(f"gemini {kind} needs --activations, such as 4GiB: such a step is not traced ahead.")
     config = copy.deepcopy(source.config)
     if options.model.attn_implementation not in (None, "auto"):
@@ -372,8 +377,17 @@ def mesh_of(ours: GeminiArguments, num_processes: int, kind: str) -> Any:
 # ---- what the trainer is given ---------------------------------------------------------------------------------------
 
 
-def reward_functions(script: Any) -> list[Any]:
-    """What ``--reward_funcs`` and ``--reward_model_name_or_path`` name, as TRL's scripts understand it."""
+def judges_of(options: Options) -> dict[str, Any]:
+    """What the trainer takes to judge answers: what ``--reward_funcs``, ``--reward_model_name_or_path`` and
+    ``--teacher_model_name_or_path`` name, as TRL's scripts understand them.
+    """
+    script = options.script
+    if options.kind == "distillation":
+        if options.args.teacher_model_name_or_path is None:
+            raise JobError("Say what to learn from with --teacher_model_name_or_path: a folder, a name.")
+        return {"teacher_model": options.args.teacher_model_name_or_path}
+    if options.kind not in ("grpo", "rloo"):
+        return {}
     found: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     sys.path.insert(0, os.getcwd())
     for name in script.reward_funcs or ():
@@ -385,7 +399,7 @@ def reward_functions(script: Any) -> list[Any]:
         found.append(made)
     if not found:
         raise JobError("Say what is rewarded: --reward_funcs NAME, or --reward_model_name_or_path FOLDER.")
-    return found
+    return {"reward_funcs": found}
 
 
 @contextmanager

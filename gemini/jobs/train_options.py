@@ -92,6 +92,11 @@ _KINDS = {
 _TrlParser: Any = trl.TrlParser
 
 
+def stem(kind: str) -> str:
+    """How TRL's classes for a ``kind`` of training begin: "SFT", "Reward"."""
+    return kind.upper() if len(kind) <= len("grpo") else kind.capitalize()
+
+
 class Options(NamedTuple):
     """A job as it was asked for."""
 
@@ -116,7 +121,8 @@ class Parser(Refusing, _TrlParser):
         if kind in ("grpo", "rloo"):
             module = __import__(f"trl.scripts.{kind}", fromlist=["scripts"])
             scripts = getattr(module, f"{kind.upper()}ScriptArguments")
-        config = getattr(trl, f"{'Reward' if kind == 'reward' else kind.upper()}Config")
+        if (config := getattr(trl, f"{stem(kind)}Config", None)) is None:
+            raise JobError(f"gemini {kind} needs a newer trl than {trl.__version__}, which has no such trainer.")
         records = (scripts, config, trl.ModelConfig, trl.DatasetMixtureConfig, GeminiArguments)
         self.kind = kind
         how = {"usage": f"gemini {kind} [OPTIONS]", "description": about, "allow_abbrev": False}

@@ -49,6 +49,7 @@ REQUESTS = {
     f"{JOB} --seed {2**32}": "argument --seed: must be at least 0 and less than 2**32, got 4294967296",
     f"{JOB} --use_peft": "--use_peft adapts trained weights, and preset gpt2-small has none",
     "dpo --model_name_or_path gpt2-small": "Say what to train on with --dataset_name",
+    "distillation --dataset_name x --model_name_or_path gpt2-small": "Say what to learn from with --teacher_model",
     "grpo --dataset_name x": "Say what to train with --model_name_or_path",
     "grpo --dataset_name x --model_name_or_path gpt2-small": "Say what is rewarded: --reward_funcs NAME",
     "plan": "Say what to plan for",

@@ -80,6 +80,7 @@ DATA = {
     "kto": {"prompt": "{n} and one is", "completion": " {m}."},
     "grpo": {"prompt": "{n} and one is"},
     "rloo": {"prompt": "{n} and one is"},
+    "distillation": {"prompt": "{n} and one is"},
 }
 
 
@@ -106,6 +107,10 @@ def of_kind(kind: str, model: Path, folder: Path, *more: object) -> Command:
     words += ["--logging_steps", 1, "--max_steps", 4, "--save_steps", 2, "--per_device_train_batch_size", 4]
     if kind in ("grpo", "rloo"):
         words += ["--reward_funcs", "tests.cli.rewards.variety", "--num_generations", 4, "--max_completion_length", 6]
+    if kind == "distillation":
+        teacher = transformers.LlamaConfig.from_pretrained(model, hidden_size=64)
+        transformers.LlamaForCausalLM(teacher).save_pretrained(folder / "teacher")
+        words += ["--teacher_model_name_or_path", folder / "teacher", "--max_completion_length", 6]
     return Command(kind, *words, *more)
 
 
@@ -120,7 +125,7 @@ def test_every_trainer_goes_on_from_a_checkpoint(kind: str, lora: bool, llama: P
     run, out, again = of_kind(kind, llama, tmp_path, *more), tmp_path / "out", tmp_path / "again"
     result = run.ok("--output_dir", out)
     assert len(losses_of(result.stdout)) == 4 and "\nplan: " in result.stdout
-    memory = "1MiB" if lora or kind == "rloo" else "700KiB"
+    memory = "1MiB" if lora or kind in ("rloo", "distillation") else "700KiB"
     tight = ["--cpu_memory", memory, "--nvme_memory", "8MiB", "--nvme_path", tmp_path]
     rest = run.ok("--output_dir", again, "--resume_from_checkpoint", out / "checkpoint-2", *tight)
     assert losses_of(rest.stdout) == losses_of(result.stdout)[2:]

@@ -11,7 +11,6 @@ import torch
 import transformers
 import trl
 from gemini.integrations.beside import manage_beside
-from gemini.integrations.huggingface import GeminiTrainerMixin
 
 import gemini
 from gemini.integrations import trl as ours
@@ -29,10 +28,6 @@ PAIRS = {
 }
 LABELLED = {"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"], "label": [True, False] * 4}
 PROMPTS = {"prompt": PAIRS["prompt"]}
-
-
-class GeminiDistillationTrainer(GeminiTrainerMixin, trl.DistillationTrainer):
-    """What a user writes."""
 
 
 def reward_model() -> Any:
@@ -80,9 +75,7 @@ def make(kind: str, folder: Path, managed: bool, memory: Any = None, **changes: 
         more["gemini_config"] = gemini.GeminiConfig(memory=memory, max_chunk=CHUNK)
     record = Record()
     torch.manual_seed(11)
-    stock = getattr(trl, f"{kind}Trainer")
-    managing = GeminiDistillationTrainer if kind == "Distillation" else getattr(ours, f"Gemini{kind}Trainer", None)
-    trainer = (managing if managed else stock)(
+    trainer = (getattr(ours, f"Gemini{kind}Trainer") if managed else getattr(trl, f"{kind}Trainer"))(
         model=more.pop("model", None) or llama(), args=config(**said), processing_class=tokenizer(),
         train_dataset=datasets.Dataset.from_dict(rows), callbacks=[record], **more,
     )  # fmt: skip
