@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from gemini import kernels, rules
 from gemini.interrupts import without_grad
 from gemini.kernels.reference import decode, dither_of, encode
-from gemini.planning.planes import PlaneKind, PlaneSpec, RuleSpec
+from gemini.planning.planes import EMA, PlaneKind, PlaneSpec, RuleSpec
 from gemini.planning.rules import compact, scale_of, spec_for
 from gemini.rules import ADAM, Arrays, ElementwiseRule, Hyper, Segment, States, UpdateRule, Where, kernel_scalars
 
-EMA: PlaneKind = "ema"
 _DECAY = Hyper(0.999, within="in [0, 1]")
 
 

@@ -78,6 +78,7 @@ PlaneKind: TypeAlias = str
 """The name of one kind of content of a chunk. Four the engine knows; a rule brings the names of its own."""
 
 WEIGHTS, RESIDUAL, GRAD, GRAD_ERROR = "weights", "residual", "grad", "grad_error"
+EMA: PlaneKind = "ema"  # of the rules that average masters
 GRADS = (GRAD, GRAD_ERROR)
 """What is there between backward and update alone; updates read the first, sums of gradients both."""
 
@@ -321,6 +322,8 @@ def bytes_by_kind(specs: Iterable[PlaneSpec], numel: int) -> dict[PlaneKind, int
 
 
 def touched_bytes(planes: dict[PlaneKind, int]) -> int:
-    """Bytes that an update reads and writes, of planes of so many bytes: all are read, all but gradients written."""
-    times = {GRAD: 1, GRAD_ERROR: 0}
+    """Bytes that an update reads and writes, of planes of so many bytes: all are read, all but gradients written; an
+    average is a pass of its own, which reads and writes the master again.
+    """
+    times = {GRAD: 1, GRAD_ERROR: 0, **(dict.fromkeys((WEIGHTS, RESIDUAL), 4) if EMA in planes else {})}
     return sum(num_bytes * times.get(kind, 2) for kind, num_bytes in planes.items())

@@ -15,8 +15,8 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.optim.around import EMA as PLANE
 from gemini.optim.around import AveragedRule
+from gemini.planning.planes import EMA as PLANE
 from gemini.ranks.agree import Attempt, Facts, Point
 from gemini.train.engine import Engine
 from gemini.train.params.handle import ParamHandle

@@ -8,6 +8,7 @@ import pytest
 from stacks import stack_trace
 
 from gemini.errors import PlanMismatch
+from gemini.optim import AveragedRule
 from gemini.planning.costs import Costs, Efficiency, Speeds
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import ParamSpec, make_layout
@@ -131,14 +132,15 @@ def test_a_plan_keeps_its_rule_through_json_and_older_plans_are_adam_s(rule: Rul
 
 
 def test_time_goes_by_the_bytes_that_an_update_touches() -> None:
-    assert (ADAM.touched, LOMO.touched, TINY.touched) == (26, 10, 14)
+    averaged = AveragedRule().spec  # a pass of its own: 8 bytes of the average, and the master's 8 again
+    assert (ADAM.touched, LOMO.touched, TINY.touched, averaged.touched) == (26, 10, 14, 26 + 8 + 8)
     speeds = Speeds.typical()
     assert speeds.update(CPU, ADAM) == speeds.update_cpu and speeds.update(GPU, ADAM) == speeds.update_gpu
     assert speeds.update(CPU, LOMO) == pytest.approx(speeds.update_cpu * 10 / 26)
     figure = Figure(1e-9, "measured here")
     hardware = Hardware("box", {"update_cpu": figure, "update_gpu": figure})
     costs = Costs(hardware, Efficiency(), compute=GPU, precision="bf16", local_ranks=1)
-    for rule in (ADAM, LOMO, TINY):
+    for rule in (ADAM, LOMO, TINY, averaged):
         numel = 2**20
         layout = make_layout([ParamSpec("weight", numel)], align=rule.align)
         problem = Problem(layout, "bf16", "transient", {CPU: 0}, GPU, working_set=0, staging=0, rule=rule)

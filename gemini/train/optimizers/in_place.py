@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gemini.optim.around import EMA
+from gemini.planning.planes import EMA
 from gemini.rules import ADAM, UpdateRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.by_name import owner_of

@@ -24,8 +24,8 @@ from torch import nn
 from gemini.errors import GeminiError, warn
 from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
-from gemini.optim.around import EMA, CompactRule, upper_byte
-from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec, shapes_of
+from gemini.optim.around import CompactRule, upper_byte
+from gemini.planning.planes import EMA, RESIDUAL, PlaneKind, RuleSpec, shapes_of
 from gemini.planning.rules import scale_of
 from gemini.ranks.agree import Facts, Point, checksum_text, plain
 from gemini.rules import UpdateRule, is_decoupled, number_of, rule_of
