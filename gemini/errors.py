@@ -99,16 +99,13 @@ def parse_bytes(size: str | int | float, *, what: str = "size") -> int:
         if not 0 <= size < float("inf"):
             raise ValueError(f"{what} must be finite and not negative, got {size!r} bytes")
         return int(size)
-    if size.strip().startswith("-"):
-        raise ValueError(f"{what} must not be negative, got {size!r}")
     match = _SIZE.fullmatch(size)
-    if match is None:
-        raise ValueError(f"{what}: cannot read {size!r} as a size; write a number and a unit, such as '20GiB'")
-    number, unit = match.groups()
-    factor = _UNITS.get(unit.lower())
-    if factor is None:
-        raise ValueError(f"{what}: unknown unit {unit!r} in {size!r}; use B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
-    return int(float(number) * factor)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(
+            f"{what}: cannot read {size!r} as a size; write a number that is not negative and a unit, such as '20GiB': "
+            "B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def human_bytes(num_bytes: float) -> str:

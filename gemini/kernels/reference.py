@@ -153,8 +153,6 @@ _PER_INDEX, _PER_STEP = 0x85EBCA6B, 0x9E3779B9
 _LIMIT = 0x3F7C0000  # the bits of 63/64, the largest value in units of a scale
 _TO_SIGNED, _TO_SQUARE = 0x23400000, 0x33A00000
 """What bits of values in units of the scale, shifted, lack to be those of codes: 1 would have 128, and 256."""
-NEAREST = None
-"""As a dither: none, squares are rounded to the nearest code. For what is encoded once."""
 
 
 def dither_of(name: str, offset: int, step: int) -> int:
@@ -174,8 +172,10 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 @without_grad
-def encode(values: Tensor, codes: Tensor, scales: Tensor, dither: int | None = NEAREST) -> None:
-    """Write the codes and scales of fp32 ``values``; ``dither`` is where the sequence begins (:func:`dither_of`)."""
+def encode(values: Tensor, codes: Tensor, scales: Tensor, dither: int | None = None) -> None:
+    """Write the codes and scales of fp32 ``values``; ``dither`` is where the sequence begins (:func:`dither_of`). None:
+    squares are rounded to the nearest code, for what is encoded once.
+    """
     n = len(values)
     magnitudes = pad(values.view(torch.int32) & 0x7FFFFFFF, (0, -n % BLOCK)).view(-1, BLOCK)
     largest = magnitudes.amax(1) if n else magnitudes.new_zeros(0)

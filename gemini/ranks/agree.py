@@ -207,10 +207,6 @@ class Attempt:
         self.refusal: BaseException | None = None
         self._kept = kept
 
-    @property
-    def has_failed(self) -> bool:
-        return self.refusal is not None
-
     def __enter__(self) -> Attempt:
         return self
 

@@ -406,12 +406,8 @@ def batch_for(
     if attention_mask:
         batch["attention_mask"] = ids(*next(iter(batch.values())).shape[:2])
     one_each = name.endswith(("ForSequenceClassification", "ForAudioClassification", "ForImageClassification"))
-    if one_each:
-        batch["labels"] = ids(batch_size)
-    elif getattr(config, "is_encoder_decoder", False):
-        batch["labels"] = ids(batch_size, target_len or seq_len)
-    else:
-        batch["labels"] = ids(batch_size, seq_len)
+    length = (target_len if getattr(config, "is_encoder_decoder", False) else None) or seq_len
+    batch["labels"] = ids(batch_size) if one_each else ids(batch_size, length)
     return batch
 
 

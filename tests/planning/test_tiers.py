@@ -35,9 +35,9 @@ def test_sizes_are_read(text: str | int | float, num_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("20 XB", "unknown unit"), ("GiB", "cannot read"), ("", "cannot read"), ("1,5 GiB", "cannot read"),
+        ("20 XB", "cannot read"), ("GiB", "cannot read"), ("", "cannot read"), ("1,5 GiB", "cannot read"),
         ("1 2 GiB", "cannot read"), ("-1GiB", "negative"), (-1, "negative"), (float("nan"), "finite"),
-        (float("inf"), "finite"), ("nan", "cannot read"), ("1KiBit", "unknown unit"),
+        (float("inf"), "finite"), ("nan", "cannot read"), ("1KiBit", "cannot read"),
     ],
 )  # fmt: skip
 def test_sizes_that_make_no_sense_are_refused_by_name(text: str | float, says: str) -> None:
@@ -80,7 +80,7 @@ def test_budget_knows_what_was_declared() -> None:
 
 
 def test_budget_is_checked_when_it_is_made() -> None:
-    with pytest.raises(ValueError, match=r"MemoryBudget\(gpu=\).*unknown unit"):
+    with pytest.raises(ValueError, match=r"MemoryBudget\(gpu=\).*cannot read"):
         MemoryBudget(gpu="1 lot")
     with pytest.raises(ValueError, match=r"MemoryBudget\(cpu=\).*negative"):
         MemoryBudget(cpu=-5)

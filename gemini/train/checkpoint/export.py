@@ -79,15 +79,15 @@ def save_pretrained(
                 os.makedirs(folder, exist_ok=True)
     # Of slices and stages one rank each reads. To the end even after a failure: others send and serve every param.
     for name, whole in _wholes(engine, dtype or compute, dtype) if ranks.is_cut and ranks.reads_parts else ():
-        if collects and not attempt.has_failed:
+        if collects and attempt.refusal is None:
             with attempt:
                 views[name] = places_in(folder, [(whole.shape, whole.dtype)])[0].copy_(whole)
-    if collects and not attempt.has_failed:
+    if collects and attempt.refusal is None:
         with attempt:
             views = views if ranks.is_cut else _views(engine.by_names, folder, dtype)
             kwargs = {**kwargs, "state_dict": _state_of(model, engine.by_names, views)}
     engine.shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
-    if is_writer and not attempt.has_failed:
+    if is_writer and attempt.refusal is None:
         with attempt:
             result = original.save_pretrained(folder, *args, **kwargs)
             if dtype is not None and not is_a(type(model), "PeftModel"):
