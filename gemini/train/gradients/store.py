@@ -335,30 +335,25 @@ class GradientStore:
         index, staging = chunk.spec.index, self._mover.own_staging()
         # The same in every step, until the planes change.
         if GRADS not in chunk.prepared:
-            planes = _grad_planes(chunk)
-            # Areas in which tiles of planes are made that the host does not work on in place, and those that are left:
-            # one tile is worked on, so one less than these are on their way.
-            outbound = {number for number, plane in enumerate(planes, 1) if not plane.host_reaches}
-            areas = [area for area in range(staging.num_scratch) if area not in outbound]
-            chunk.prepared[GRADS] = planes, outbound, areas
-        planes, outbound, areas = chunk.prepared[GRADS]
+            chunk.prepared[GRADS] = _through(chunk, staging)
+        planes, areas, is_outbound = chunk.prepared[GRADS]
         crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
         # An area has room for fp32: of what is narrower more than a tile comes at once, where it need not be staged.
-        piece = self._mover.tile if outbound else self._mover.tile * 4 // flat.element_size()
+        piece = self._mover.tile if is_outbound else self._mover.tile * 4 // flat.element_size()
+        # Tiles that are not kept yet: on their way, each in an area of its own, or the one that is here.
         coming: deque[tuple[int, int, torch.Tensor, Event]] = deque()
+        most = len(areas) if crosses else 1
         sums: kernels.Sums = []
         with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
             try:
                 for number, (start, stop) in enumerate(tiles(0, flat.numel(), piece)):
+                    if len(coming) == most:
+                        sums += self._land_tile(staging, planes, base, coming, adding)
                     # A slice of all of it would be one more operation of torch's.
                     incoming, copied = flat if stop - start == flat.numel() else flat[start:stop], DONE
                     if crosses:
-                        if len(coming) == len(areas):
-                            sums += self._land_tile(staging, planes, base, coming, adding)
-                        incoming, copied = self._begin_inbound(staging, areas[number % len(areas)], incoming, after)
+                        incoming, copied = self._begin_inbound(staging, areas[number % most], incoming, after)
                     coming.append((start, stop, incoming, copied))
-                    if not crosses:
-                        sums += self._land_tile(staging, planes, base, coming, adding)
                 while coming:
                     sums += self._land_tile(staging, planes, base, coming, adding)
             except BaseException:
@@ -478,6 +473,15 @@ class GradientStore:
 
 def _grad_planes(chunk: Chunk) -> list[Plane]:
     return [chunk.planes[kind] for kind in GRADS if kind in chunk.planes]
+
+
+def _through(chunk: Chunk, staging: StagingSet) -> tuple[list[Plane], list[int], bool]:
+    """How gradients pass through staging: the planes, the areas in which tiles of gradients come, and whether others
+    are taken by tiles of the planes, which the host then does not work on in place.
+    """
+    planes = _grad_planes(chunk)
+    outbound = {number for number, plane in enumerate(planes, 1) if not plane.host_reaches}
+    return planes, [area for area in range(staging.num_scratch) if area not in outbound], bool(outbound)
 
 
 def _keep(into: torch.Tensor, lost: torch.Tensor | None, flat: torch.Tensor, adding: bool) -> kernels.Sums:
