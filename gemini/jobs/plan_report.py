@@ -65,6 +65,7 @@ def describe(
         "gradients": problem.gradients,
         "checkpointing": trace.checkpointing,
         "kept_blocks": trace.kept_blocks,
+        "kernels": trace.kernels,
         "tile_tokens": trace.tile_tokens,
         "batch": dict(trace.batch),
         "tokens": best.tokens if best else trace.tokens * accumulate * ranks,

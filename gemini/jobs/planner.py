@@ -406,6 +406,7 @@ def run_by(way: Way, plan: Plan) -> dict[str, Any]:
         "plan": path,
         "nvme_path": drives and "FOLDER",
         "attn_implementation": settings.attn_implementation,
+        "use_liger_kernel": settings.kernels == "liger",
         "use_peft": settings.lora is not None,
         "lora_r": settings.lora,
         "lora_target_modules": settings.lora and "all-linear",

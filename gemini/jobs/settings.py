@@ -220,6 +220,11 @@ class _Step(Record):
         "step does not fit otherwise. (Default: a whole micro-batch.)",
         type=tiles,
     )
+    kernels: str | None = opt(
+        _STEP,
+        "Compute norms, SwiGLU, rope and the head with its loss by Liger's kernels (llama, mistral, qwen2, qwen3).",
+        choices=("liger",),
+    )
     lora: int | None = opt(_STEP, "Train a LoRA of this rank on all linear layers; all else is frozen.", least=1)
     load_in_4bit: bool = opt(_STEP, "Keep the layers under --lora in 4 bits, half a byte per weight (QLoRA).", False)
     attn_implementation: str | None = opt(_STEP, "How attention is computed. (Default: auto.)", choices=_ATTENTION)
@@ -244,6 +249,10 @@ class TraceSettings(_Step):
     def check(self) -> None:
         if self.kept_blocks and not self.gradient_checkpointing:
             raise JobError(f"--kept-blocks {self.kept_blocks} is of those of --gradient-checkpointing: give both.")
+        if self.kernels and (self.tile_tokens or self.tp > 1 or self.cp > 1):
+            raise JobError(
+                f"--kernels {self.kernels} has its own head and whole layers: leave --tile-tokens, --tp and --cp out."
+            )
         if self.load_in_4bit and self.lora is None:
             raise JobError("--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then.")
         if self.attn_implementation == "flash_attention_2" and (self.precision == "fp32" or self.target == "cpu"):

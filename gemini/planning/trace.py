@@ -171,6 +171,7 @@ class MemoryTrace(Document, kind="trace"):
         checkpointing: whether gradient checkpointing was on.
         tile_tokens: what ``GeminiConfig(tile_tokens=)`` was; None for a model as it is.
         kept_blocks: of the blocks that checkpoint, how many are not computed again (:func:`kept_among`).
+        kernels: "liger": the fused kernels that the model computes with; None for its own.
         context_parallel: parts of a sequence, of which this is the last one; 1 for whole sequences.
         tensor_parallel: slices of layers, of which this has the first one; 1 for whole layers. ``params`` are slices.
         moments: in the order of the step.
@@ -196,6 +197,7 @@ class MemoryTrace(Document, kind="trace"):
     tensor_parallel: int = 1
     tiled: MemoryTrace | None = None
     kept_blocks: int = 0
+    kernels: str | None = None
 
     @property
     def num_params(self) -> int:
@@ -305,6 +307,8 @@ class MemoryTrace(Document, kind="trace"):
         checkpointing = ", gradient checkpointing" if self.checkpointing else ""
         if self.kept_blocks:
             checkpointing += f" but for {self.kept_blocks} blocks"
+        if self.kernels:
+            checkpointing += f", {self.kernels}'s kernels"
         if self.tile_tokens is not None:
             checkpointing += f", tiles of {tile_words(self.tile_tokens)}"
         if self.context_parallel > 1:

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_map_only
 from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, as_tiles, tile_sizes
+from gemini.tracing.fused import with_kernels
 from gemini.tracing.meter import Target, make_target, tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
 from gemini.train.activations.kept import KeptBlocks
@@ -140,6 +141,7 @@ def trace(
     tensor_parallel: int = 1,
     keep_fp32: KeepFp32 = "auto",
     kept_blocks: int = 0,
+    kernels: str | None = None,
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
 
@@ -164,6 +166,8 @@ def trace(
         tensor_parallel: ranks that have slices of each layer, the size of ``tp`` in their mesh. The trace is of the
             first one, and its params are slices.
         keep_fp32, kept_blocks: as in :class:`gemini.GeminiConfig`.
+        kernels: "liger": the step with Liger's fused norm, SwiGLU, rope, and head with its loss (which need not be
+            installed here), of llama, mistral, qwen2 and qwen3; without tiles.
 
     Returns:
         A trace with ``source`` "ahead". MoE models are traced with the experts implementation they have; those whose
@@ -172,12 +176,15 @@ def trace(
     Raises:
         GeminiError: if forward gives no loss, or needs values that fake tensors do not have.
         ValueError: for an unknown precision, target, or kind of checkpointing, a config without a model class, layers
-            that ``tensor_parallel`` does not divide, tiles of layers in slices, and blocks without flags.
+            that ``tensor_parallel`` does not divide, tiles of layers in slices, blocks without flags, and a model that
+            ``kernels`` are not for.
     """
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     over = (context_parallel, context_attention, tensor_parallel)
-    how = (checkpointing, model_class, loss, keep_fp32, over, kept_blocks)
+    how = (checkpointing, model_class, loss, keep_fp32, over, kept_blocks, kernels)
+    if kernels is not None and (tile_tokens is not None or tensor_parallel > 1 or context_parallel > 1):
+        raise ValueError(f"kernels={kernels!r} are traced of whole layers without tiles: leave one of them out")
     step = _FakeStep(model, batch, precision, make_target(target), *how)
     tiles = None if tile_tokens == "auto" else as_tiles(tile_sizes(tile_tokens))
     if tensor_parallel > 1 and tiles is not None:
@@ -211,6 +218,7 @@ class _FakeStep(NamedTuple):
     keep_fp32: KeepFp32
     over: tuple[int, str, int]  # ranks with parts of each sequence, how these attend, ranks with slices of layers
     kept_blocks: int
+    kernels: str | None
 
     def trace_for_choice(self) -> MemoryTrace:
         """The step as it is, and in each kind of tiles that the planner may choose; a warning where that cannot be."""
@@ -270,15 +278,10 @@ class _FakeStep(NamedTuple):
         if self.precision != "fp32":
             inputs = cast_floats(inputs, COMPUTE_DTYPES[self.precision], but=TARGETS)
             cast_where_they_meet(fake, kept, COMPUTE_DTYPES[self.precision], [])
-        found = trace_of_step(
-            fake,
-            self._run(fake, inputs, mode, sent),
-            self.precision,
-            kept,
-            target=self.target.name,
-            source=Source.AHEAD,
-        )
-        found = replace(found, tile_tokens=tiles, context_parallel=number, tensor_parallel=slices)
+        with with_kernels(fake, self.kernels):
+            step = self._run(fake, inputs, mode, sent)
+        found = trace_of_step(fake, step, self.precision, kept, target=self.target.name, source=Source.AHEAD)
+        found = replace(found, tile_tokens=tiles, context_parallel=number, tensor_parallel=slices, kernels=self.kernels)
         return found if blocks is None else replace(found, checkpointing=True, kept_blocks=len(blocks.blocks))
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], mode: FakeTensorMode, sent: Counter[str]) -> ObservedStep:

@@ -261,6 +261,12 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
             f"the trace has kept_blocks={trace.kept_blocks} and the config kept_blocks={config.kept_blocks}, so its "
             "activation memory is wrong for this run. Trace again, or leave it out here: then it is as in the trace"
         )
+    if trace.kernels and not _computes_with_liger(structure.model):
+        raise PlanMismatch(
+            f"the trace is of a model with {trace.kernels}'s kernels, and this one computes without them, so its "
+            "activation memory is wrong for this run. TrainingArguments(use_liger_kernel=True) or liger_kernel's "
+            "apply_liger_kernel_to_...() puts them in; or trace without kernels="
+        )
     parts = ranks.context.size
     if trace.source is Source.AHEAD and trace.context_parallel != parts:
         raise PlanMismatch(
@@ -271,6 +277,12 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
         read = {*trace.read_together, *(moment.params for moment in own.moments)}
         trace = replace(trace, read_together=tuple(sorted(read)))
     return trace
+
+
+def _computes_with_liger(model: nn.Module) -> bool:
+    """Whether a module of it has its forward from that package: of its class, or put in its place."""
+    forwards = (module.forward for module in model.modules())
+    return any((getattr(forward, "__module__", None) or "").startswith("liger_kernel.") for forward in forwards)
 
 
 class _Chooser:
