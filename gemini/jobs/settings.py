@@ -249,10 +249,6 @@ class TraceSettings(_Step):
     def check(self) -> None:
         if self.kept_blocks and not self.gradient_checkpointing:
             raise JobError(f"--kept-blocks {self.kept_blocks} is of those of --gradient-checkpointing: give both.")
-        if self.kernels and (self.tile_tokens or self.tp > 1 or self.cp > 1):
-            raise JobError(
-                f"--kernels {self.kernels} has its own head and whole layers: leave --tile-tokens, --tp and --cp out."
-            )
         if self.load_in_4bit and self.lora is None:
             raise JobError("--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then.")
         if self.attn_implementation == "flash_attention_2" and (self.precision == "fp32" or self.target == "cpu"):

@@ -221,9 +221,7 @@ def pose_problem(
     elif activations is None:
         activations = working.activation_bytes(trace, offloaded=offloads)
     beside = overlap and compute is Tier.GPU
-    waiting = 0
-    if beside and not many and gradients != "transient":
-        waiting = working.waiting_gradients(layout, compute_itemsize(precision))
+    leaves = beside and not many and gradients != "transient"
     itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
     behind = overlap and gradients == "transient"
     return Problem(
@@ -238,7 +236,7 @@ def pose_problem(
         activations=activations,
         in_flight=_in_flight(layout, itemsize, divided=many, behind=behind),
         flights=working.flight_bytes(trace) if beside and offloads else 0,
-        waiting=waiting,
+        waiting=working.waiting_gradients(layout, compute_itemsize(precision)) if leaves else 0,
         exchange=working.scratch_bytes(ranks, min(tile, working.PIECE), replicas) if many else 0,
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,

@@ -22,7 +22,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-KERNELS = ("liger",)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of which all four kernels are put in by its ``apply_liger_kernel_to_...``."""
 
@@ -149,13 +148,12 @@ def with_kernels(model: nn.Module, kernels: str | None) -> Iterator[None]:
     inside: Any = getattr(model, "get_base_model", lambda: model)  # of adapters
     whole = inside()
     config: Any = getattr(whole, "config", None)
-    if kernels not in KERNELS or getattr(config, "model_type", "") not in FAMILIES or not hasattr(whole, "lm_head"):
+    is_known = kernels == "liger" and getattr(config, "model_type", "") in FAMILIES and hasattr(whole, "lm_head")
+    if not is_known or config.hidden_act not in ("silu", "swish"):
         raise ValueError(
-            f"kernels={kernels!r} for {type(whole).__name__}: there is {' and '.join(KERNELS)}, for language models of "
-            f"{', '.join(FAMILIES)}"
+            f"kernels={kernels!r} for {type(whole).__name__}: there is liger, for language models of "
+            f"{', '.join(FAMILIES)} with silu"
         )
-    if config.hidden_act not in ("silu", "swish"):
-        raise ValueError(f"Liger's SwiGLU is of silu, and {type(whole).__name__} has {config.hidden_act}")
     for layer in whole.model.layers:
         layer.mlp.forward = partial(_mlp, layer.mlp)
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):

@@ -66,7 +66,7 @@ def test_what_they_are_not_for_is_refused() -> None:
         gemini.trace(
             AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=64), batch, kernels="liger"
         )
-    with pytest.raises(ValueError, match="of silu"):
+    with pytest.raises(ValueError, match="with silu"):
         gemini.trace(config("llama", hidden_act="gelu"), batch, kernels="liger")
     with pytest.raises(ValueError, match="without tiles"):
         traced(kernels="liger", tile_tokens=256)

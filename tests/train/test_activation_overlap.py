@@ -285,7 +285,7 @@ def test_tight_budgets_are_kept_and_refuse_nothing_more(device: str, offload: st
                     assert world_of(model).peak(one) <= world_of(model).budget(one)
             lanes = world_of(model).activation_workers
             if lanes is not None:
-                flying.append(lanes._largest)
+                flying.append(lanes._needed)
         same(*results)
         assert offloaded[0] == offloaded[1] and said[0] == said[1]
     assert flying

@@ -114,8 +114,7 @@ class Flights:
         ] = []  # in the order of saving; what knows none keeps its place
         self._at = 0  # place in it that backward has come to
         self._foreseen = False  # whether what it asked for last was on its way
-        self._largest = self._of_block = 0  # bytes of the largest tensor so far, and of what one kept block saved
-        self._in_block = (0, 0)  # the kept block that saved last, and its bytes
+        self._needed, self._in_block = 0, (0, 0)  # bytes that have a use; the kept block that saved last, and its bytes
         self._is_starved = False
         store.ledger.register(Turn.BUFFERS, self._trim, Tier.CPU)
         store.ledger.register(Turn.FLIGHTS, self.relieve, *{Tier.CPU, self._computing})
@@ -134,7 +133,7 @@ class Flights:
         num_bytes = offloaded.num_bytes
         self._count(num_bytes)
         flight = Flight(Lane.OFFLOAD, offloaded)
-        while sum(other.num_bytes for other in self.saving.values()) + num_bytes > self.depth:
+        while sum(other.num_bytes for other in self.saving.values()) + num_bytes > max(working.FLIGHTS, self._needed):
             self._end_oldest()
         if not self._lend(flight, BEHIND):
             # Parked buffers of other sizes are no use here, and whoever moves this one in turn may need the memory.
@@ -145,22 +144,11 @@ class Flights:
             self._begin_save(flight, offloaded, tensor)
         return True
 
-    @property
-    def depth(self) -> int:
-        """Bytes in flight in one direction at most."""
-        return max(working.FLIGHTS, self._needed)
-
-    @property
-    def _needed(self) -> int:
-        """What they should have: as much as the block that saves most, or two tensors (`working.flight_bytes`)."""
-        return max(2 * self._largest, self._of_block)
-
     def _count(self, num_bytes: int) -> None:
-        self._largest = max(self._largest, num_bytes)
-        if INSIDE.kept:
-            block, before = self._in_block
-            self._in_block = INSIDE.number, num_bytes + (before if block == INSIDE.number else 0)
-            self._of_block = max(self._of_block, self._in_block[1])
+        """Learn what should have room on its way: what the block saves that saves most, or two tensors."""
+        block, before = self._in_block
+        self._in_block = INSIDE.number, num_bytes + (before if INSIDE.kept and block == INSIDE.number else 0)
+        self._needed = max(self._needed, 2 * num_bytes, self._in_block[1])  # `working.flight_bytes`
 
     @contextmanager
     def _or_free(self, flight: Flight) -> Iterator[None]:
@@ -209,10 +197,7 @@ class Flights:
     def _end_oldest(self) -> None:
         """End the save that was begun first; a GPU waits for it itself."""
         for flight in list(self.saving.values())[:1]:
-            if flight.stream == self._device.stream_number():
-                self._pass(flight)
-            self._transfers.wait(flight, "activation", "wait for room to offload activations")
-            self.reap()
+            self._end_save(flight)
 
     def _pass(self, flight: Flight) -> None:
         """Let the device wait for copies, and nobody else: memory and place have their next use behind what it computes
@@ -228,9 +213,16 @@ class Flights:
         for flight in list(self.saving.values()):
             if not flight.is_over():
                 return
-            self._end_save(flight)
+            self._note_end(flight)
 
     def _end_save(self, flight: Flight) -> None:
+        """Wait for a save, a GPU itself, and take note of it."""
+        if flight.stream == self._device.stream_number():
+            self._pass(flight)
+        self._transfers.wait(flight, "activation", "wait for room to offload activations")
+        self._note_end(flight)
+
+    def _note_end(self, flight: Flight) -> None:
         # Its memory goes back in any case; the error is told to whoever asks for the tensor.
         error = self._end(flight)
         if error and not flight.taken_back:
@@ -284,7 +276,7 @@ class Flights:
 
     def read_ahead(self) -> None:
         """Begin to read what backward asks for next, as far as there is room."""
-        depth, ahead = self.depth, sum(flight.num_bytes for flight in self.restoring.values())
+        depth, ahead = max(working.FLIGHTS, self._needed), sum(flight.num_bytes for flight in self.restoring.values())
         # Enough is on its way, and it is what is asked for: looked at again when an eighth has come to its use.
         if self.in_turn or (self._foreseen and ahead > depth - depth // 8):
             return
@@ -387,9 +379,6 @@ class Flights:
     def _end_taken(self) -> None:
         """Backward has come to a block whose values have left: what those behind it had is free for its own."""
         for flight in [flight for flight in self.saving.values() if flight.taken]:
-            if flight.stream == self._device.stream_number():
-                self._pass(flight)
-            self._transfers.wait(flight, "activation", "wait for activations to leave")
             self._end_save(flight)
 
     def _copy_of(self, offloaded: Offloaded, flight: Flight) -> torch.Tensor:
