@@ -202,21 +202,28 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         # Kept, not raised: with managed params the other ranks are told first.
         refusal = self._refusal()
-        params, groups = params_of(self), [group for group in self.param_groups for _ in group["params"]]
-        handles = list(map(handle_of, params))
-        managed = [(handle, group) for handle, group in zip(handles, groups, strict=True) if handle is not None]
-        # With their numbers, by which torch knows params: the name of a plain one in messages.
-        plain = [number for number, handle in enumerate(handles) if handle is None and params[number].grad is not None]
-        if any(params[number].grad.is_sparse for number in plain):  # type: ignore[union-attr]
-            raise GeminiError(f"{type(self).__name__} has no sparse gradients: build the embedding with sparse=False")
+        plain: list[tuple[nn.Parameter, Group, int]] = []
+        managed: list[tuple[ParamHandle, Group]] = []
+        counted = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                if (handle := handle_of(param)) is not None:
+                    managed.append((handle, group))
+                elif param.grad is not None and param.grad.is_sparse:
+                    raise GeminiError(
+                        f"{type(self).__name__} has no sparse gradients: build the embedding with sparse=False"
+                    )
+                elif param.grad is not None:
+                    plain.append((param, group, counted))  # with the number by which torch knows it in messages
+                counted += 1
         if refusal is not None and not managed:
             raise refusal
         if managed:
             states_of.check_owned(self, [handle for handle, _ in managed])
             self._step_managed(managed, refusal)
         # After the managed ones, which may still be refused.
-        for number in plain:
-            self._step_plain(params[number], groups[number], number)
+        for param, group, number in plain:
+            self._step_plain(param, group, number)
 
     def _refusal(self) -> Exception | None:
         """Find what is wrong with the hyperparameters of the groups."""
