@@ -109,10 +109,9 @@ def skeleton_from_pretrained(
 ) -> tuple[Skeleton, dict[str, Any]]:
     """Make what :func:`from_pretrained` makes before it places anything, with the report of keys."""
     _refuse(path, kwargs)
-    with _naming_files(path):
-        hf_config = _read_config(path, model_class, kwargs)
     if model_class is None:
-        model_class = class_of(hf_config)
+        with _naming_files(path):
+            model_class = class_of(_read_config(path, kwargs))
     # transformers runs as ever; only the two steps that touch values are ours.
     with _naming_files(path), _on_meta_tensors() as sources:
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
@@ -193,16 +192,15 @@ def _refuse(path: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _read_config(path: Any, model_class: Any, kwargs: dict[str, Any]) -> Any:
+def _read_config(path: Any, kwargs: dict[str, Any]) -> Any:
     import transformers
 
     given = kwargs.get("config")
     if given is not None and not isinstance(given, (str, os.PathLike)):
         return given
-    reader = getattr(model_class, "config_class", None) or transformers.AutoConfig
     # Arguments that choose the file; all others are for the model.
     hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
-    return reader.from_pretrained(given or path, **{key: kwargs[key] for key in hub if key in kwargs})
+    return transformers.AutoConfig.from_pretrained(given or path, **{key: kwargs[key] for key in hub if key in kwargs})
 
 
 def _shapes(file: str) -> dict[str, torch.Tensor]:

@@ -332,8 +332,25 @@ class DrawnModel(Skeleton):
         self._expected = [empties.get(key) for key in registered]
 
     def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:
-        pager = Pager(homes)
-        with generator_of_first(ranks), _registering(_TakeOver(pager, self._expected)):
+        pager, expected = Pager(homes), iter(self._expected)
+        # Weak, so that the id of a param that has gone may be another one's.
+        seen = weakref.WeakValueDictionary[int, nn.Parameter]()
+
+        def take_over(param: nn.Parameter) -> nn.Parameter:
+            if id(param) in seen:
+                return param
+            # What does not match is left as it is: the check by name at the end finds its home, or refuses.
+            ours = next(expected, None)
+            if ours is None or ours.shape != param.shape or ours.dtype != param.dtype:
+                ours = param
+            else:
+                pager.bring_in(ours, param.data)
+                # Attributes that the constructor put on it (a flag for initialization, say).
+                ours.__dict__.update(param.__dict__)
+            seen[id(ours)] = ours
+            return ours
+
+        with generator_of_first(ranks), _registering(take_over):
             self.model = self._make()
         # While the pager still serves: a copied layer is written home from memory.
         self._swap_params(homes)
@@ -366,30 +383,6 @@ def _differs(model: nn.Module, name: str) -> GeminiError:
         f"{type(model).__name__} came out differently when it was built a second time (param {name!r}): its "
         "constructor is not deterministic. Build it yourself and wrap it with GeminiDDP(model, config)"
     )
-
-
-class _TakeOver:
-    """Hands each param to the pager that a module registers while the model is built for real."""
-
-    def __init__(self, pager: Pager, expected: list[nn.Parameter | None]):
-        self._pager = pager
-        self._expected = iter(expected)
-        # Weak, so that the id of a param that has gone may be another one's.
-        self._seen: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-
-    def __call__(self, param: nn.Parameter) -> nn.Parameter:
-        if id(param) in self._seen:
-            return param
-        # What does not match is left as it is: the check by name at the end finds its home, or refuses.
-        ours = next(self._expected, None)
-        if ours is None or ours.shape != param.shape or ours.dtype != param.dtype:
-            self._seen[id(param)] = param
-            return param
-        self._pager.bring_in(ours, param.data)
-        # Attributes that the constructor put on it (a flag for initialization, say).
-        ours.__dict__.update(param.__dict__)
-        self._seen[id(ours)] = ours
-        return ours
 
 
 @contextlib.contextmanager
