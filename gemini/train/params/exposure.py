@@ -217,7 +217,9 @@ def hide(handles: list[ParamHandle]) -> tuple[list[ParamHandle], list[ParamHandl
         handle.fingerprint = None
         # It looks elsewhere than into its window: somebody has set param.data.
         if not handle.poisoned and param.data_ptr() != handle.view.data_ptr():
-            if _is_cast(handle):
+            # The same values: from ``module.to(dtype)``, or cuDNN's contiguous weights.
+            given, view = param.detach(), handle.view
+            if given.shape == view.shape and given.device == view.device and torch.equal(given, view.to(given.dtype)):
                 cast.append(handle)
             else:
                 param.data = handle.view
@@ -248,9 +250,3 @@ def undo_writes(handle: ParamHandle) -> None:
     """Make an ordinary param a view of its window again, and forget what was written until now."""
     handle.param.data = handle.view
     handle.version = handle.param._version
-
-
-def _is_cast(handle: ParamHandle) -> bool:
-    """Whether other memory of a param has the same values: from ``module.to(dtype)``, or cuDNN's contiguous weights."""
-    given, view = handle.param.detach(), handle.view
-    return given.shape == view.shape and given.device == view.device and torch.equal(given, view.to(given.dtype))

@@ -318,7 +318,10 @@ class _Chooser:
             return Decision(trace, plan.problem, plan.placement, plan, plan.offload_activations)
         problem = pose(None if offload == "auto" else offload)
         if isinstance(given, StaticPlacement):
-            return Decision(trace, problem, by_fractions(problem, _without_gpu(given, problem)), None, offload)
+            if problem.compute is Tier.CPU and (given.weights_on_gpu or given.optimizer_on_gpu or given.updates_on_gpu):
+                warn("StaticPlacement: fractions on gpu have no effect without a GPU")
+                given = replace(given, weights_on_gpu=0.0, optimizer_on_gpu=0.0, updates_on_gpu=0.0)
+            return Decision(trace, problem, by_fractions(problem, given), None, offload)
         placement, of_plan = (given.placement, given) if isinstance(given, Plan) else (given, None)
         check_fits(problem, placement)
         return Decision(trace, problem, placement, of_plan, offload)
@@ -402,13 +405,6 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
             f"the plan was made for offload_activations={plan.offload_activations!r}, and the config says "
             f"{config.offload_activations!r}: leave it out, and the plan decides"
         )
-
-
-def _without_gpu(wanted: StaticPlacement, problem: Problem) -> StaticPlacement:
-    if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu or wanted.updates_on_gpu):
-        warn("StaticPlacement: fractions on gpu have no effect without a GPU")
-        return replace(wanted, weights_on_gpu=0.0, optimizer_on_gpu=0.0, updates_on_gpu=0.0)
-    return wanted
 
 
 def reduce_dtype(config: GeminiConfig) -> torch.dtype:

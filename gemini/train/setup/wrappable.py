@@ -181,12 +181,8 @@ def _tensors_of(structure: Structure) -> Iterator[_Held]:
             if tensor.is_meta or not tensor.numel():
                 continue
             name = f"{path}.{name}" if path else name
-            yield _Held(start, start + _extent(tensor) * tensor.itemsize, name, tensor, id(tensor) in params)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last one of a tensor."""
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            yield _Held(start, start + (last + 1) * tensor.itemsize, name, tensor, id(tensor) in params)
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
