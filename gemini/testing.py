@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from gemini.interrupts import WHOLE, call_without_grad
-from gemini.memory.devices.device import Event, HostMemoryDevice, register_device
+from gemini.memory.devices.device import CpuDevice, Event, register_device
 from gemini.memory.movement.transfers import Job, Worker
 from gemini.tiers import Tier
 
@@ -26,7 +26,7 @@ class _Copy(Job):
     wait = Event.wait
 
 
-class StandinDevice(HostMemoryDevice):
+class StandinDevice(CpuDevice):
     """A GPU for machines without one: its own tier and budget, computed on by the CPU, with copies that take time.
     ``memory``: bytes it pretends to have when no ``gpu=`` budget is given. ``gate``: called on the stream's thread
     before each copy is made, with the stream's name; it may block (a test's clock), and is closed with the device if

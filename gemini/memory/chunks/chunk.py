@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -100,13 +100,6 @@ class PendingUpdate(Event):
     def settle(self) -> None:
         """Wait for it, and take note that it is over; what broke it off is raised."""
         raise NotImplementedError
-
-
-class Lender(Protocol):
-    """The one who lets others look into windows, and counts them."""
-
-    def is_lent(self, chunk: Chunk) -> bool:
-        """Say whether somebody else has a tensor over the window of a chunk."""
 
 
 class Plane:
@@ -323,8 +316,8 @@ class Chunk:
     """Fetched ahead of its use, which is still to come."""
     on_gone: list[Callable[[Chunk], None]] = field(default_factory=list)
     """Told when its gathered weights went away."""
-    lender: Lender | None = None
-    """Who counts those that look into its window; None where nobody can."""
+    lender: Any = None
+    """The saved weights that count who looks into its window (``is_lent``); None where nobody can."""
     update: PendingUpdate | None = None
     """Its update in flight: whoever reads or writes the chunk's home settles it first (:meth:`settle`)."""
     is_guessed: bool = False
@@ -383,7 +376,7 @@ class Chunk:
     @property
     def is_lent(self) -> bool:
         """Whether somebody else has a tensor over its window, which then stays."""
-        return self.lender is not None and self.lender.is_lent(self)
+        return self.lender is not None and self.lender.is_lent(self)  # type: ignore[no-any-return]
 
     def tell_gone(self) -> None:
         """Tell who listens that its gathered weights go away."""

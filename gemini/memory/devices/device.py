@@ -239,9 +239,11 @@ class Device(ABC):
         """Finish the copies that were begun, and end the streams; a later copy would begin them anew."""
 
 
-class HostMemoryDevice(Device):
-    """A device that computes in host memory: its windows are host pages."""
+class CpuDevice(Device):
+    """Forward and backward run on the CPU: what is in host memory is used in place, and copies are made at once."""
 
+    name = "cpu"
+    tier = Tier.CPU
     torch_device = torch.device("cpu")
 
     def __init__(self) -> None:
@@ -254,13 +256,6 @@ class HostMemoryDevice(Device):
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         return host_bytes(num_bytes)
-
-
-class CpuDevice(HostMemoryDevice):
-    """Forward and backward run on the CPU: what is in host memory is used in place, and copies are made at once."""
-
-    name = "cpu"
-    tier = Tier.CPU
 
     def copy(
         self,
