@@ -70,20 +70,15 @@ def identity_of(dataset: Any, seed: int, length: int | None) -> dict[str, Any]:
 
 
 class LinesCallback(TrainerCallback):
-    """A line for each row that is logged, for each evaluation and each checkpoint.
+    """A line for each row that is logged, for each evaluation and each checkpoint. ``say`` prints one."""
 
-    Args:
-        say: prints a line.
-        resume: the checkpoint that the run goes on from.
-    """
-
-    def __init__(self, say: Callable[[str], None] = print, resume: str | None = None) -> None:
-        self._say, self._resume = say, resume
+    def __init__(self, say: Callable[[str], None] = print) -> None:
+        self._say = say
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._resume is not None:
-            store = store_behind(self._resume)
-            where = self._resume if store is None else f"the store in {store}"
+        if (resume := args.resume_from_checkpoint) is not None:
+            store = store_behind(resume)
+            where = resume if store is None else f"the store in {store}"
             self._say(f"resuming from {where} after step {state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:

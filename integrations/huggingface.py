@@ -46,6 +46,7 @@ except ImportError as e:
 
 from .accelerate import GeminiAccelerator
 from .huggingface_save import (
+    NEWEST,
     STATES,
     as_checkpoint,
     check_resumable,
@@ -385,7 +386,8 @@ class GeminiTrainerMixin:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, or the last
-        commit of this run's durable store if that is newer; the folder of a store takes its last commit.
+        commit of this run's durable store if that is newer, "auto" the same or none; the folder of a store takes its
+        last commit.
 
         Raises:
             ValueError: for a checkpoint without the states that an exact resume needs.
@@ -396,6 +398,7 @@ class GeminiTrainerMixin:
             clean_up(self.args.output_dir, self.accelerator)
             if resume_from_checkpoint:
                 resume_from_checkpoint = self._gemini_choose(resume_from_checkpoint)
+            self.args.resume_from_checkpoint = resume_from_checkpoint
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -407,8 +410,8 @@ class GeminiTrainerMixin:
         with collectives_of("the Trainer"):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
-    def _gemini_choose(self, asked: Any) -> str:
-        """The folder to go on from, the same on all ranks."""
+    def _gemini_choose(self, asked: Any) -> str | None:
+        """The folder to go on from, the same on all ranks, or None."""
         chosen: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
@@ -418,16 +421,17 @@ class GeminiTrainerMixin:
         broadcast_object_list(chosen)
         if isinstance(chosen[0], Exception):
             raise chosen[0]
-        return str(chosen[0])
+        return chosen[0]
 
-    def _gemini_find(self, asked: Any) -> str:
-        run_dir = self.args.output_dir
-        if asked is not True:
-            found = committed(Path(asked))
+    def _gemini_find(self, asked: Any) -> str | None:
+        run_dir, engine = self.args.output_dir, self.model.__dict__.get("_gemini_engine")
+        own = None if engine is None else engine.store.durable
+        if asked not in NEWEST:
+            found = committed(Path(asked), own)
             return str(asked) if found is None else str(as_checkpoint(Path(asked), found, run_dir))
         store = store_of(config_of(self.model) or self._gemini_config)
-        chosen = newest(run_dir, store) or get_last_checkpoint(run_dir)
-        if chosen is None:
+        chosen = newest(run_dir, store, own)
+        if chosen is None and asked != "auto" and (chosen := get_last_checkpoint(run_dir)) is None:
             raise ValueError(f"No valid checkpoint found in output directory ({run_dir})")
         return chosen
 

@@ -107,14 +107,18 @@ def publish(run_dir: str, trainer: Any) -> None:
 # ---- loading -----------------------------------------------------------------------------------------------------
 
 
-def newest(run_dir: str, store: Path | None) -> str | None:
+NEWEST = (True, "True", "true", "auto")
+"""What asks for the newest checkpoint; "auto" starts anew where there is none."""
+
+
+def newest(run_dir: str, store: Path | None, own: Any = None) -> str | None:
     """The checkpoint that a run goes on from: the last commit of its durable store, if that is further. One process
-    calls.
+    calls. ``own``: the store that the model holds, if it is managed already.
     """
     whole = last_whole(run_dir)
     step = -1 if whole is None else int(Path(whole).name.removeprefix("checkpoint-"))
     if store is not None and has_commit(store):
-        durable = committed(store)
+        durable = committed(store, own)
         if durable is not None and durable.run == os.path.realpath(run_dir) and durable.step > step:
             return str(as_checkpoint(store, durable, run_dir))
     return whole
@@ -224,11 +228,11 @@ def state_text(trainer: Any) -> str:
 # ---- going on from a commit --------------------------------------------------------------------------------------
 
 
-def committed(store: Path) -> Committed | None:
+def committed(store: Path, own: Any = None) -> Committed | None:
     """The last commit to a store; None if there is no store. One by another program has no run and no files."""
     if not is_store(store):
         return None
-    extra = committed_extra(store)
+    extra = committed_extra(store, own)
     try:
         return Committed(int(extra["global_step"]), str(extra["run"]), dict(extra["files"]))
     except (TypeError, KeyError, ValueError):

@@ -17,13 +17,7 @@ import datasets
 import trl
 
 from gemini.errors import counted
-from gemini.integrations.huggingface_save import (
-    as_checkpoint,
-    check_resumable,
-    committed,
-    last_whole,
-    newest,
-)
+from gemini.integrations.huggingface_save import NEWEST, check_resumable, committed, last_whole
 from gemini.jobs import JobError, refusing
 from gemini.memory.durable.folder import has_commit
 
@@ -90,12 +84,11 @@ def words_of(rows: Any) -> str:
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 
 
-def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path | None:
-    """The checkpoint to start from, or None to start anew. ``resume`` names its folder; "auto" and "True" are the
-    newest one, which for "True" must be there. Raises JobError if the one named is not there, or starting anew would
-    mix with what is in ``out`` or in the durable store ``store``.
+def check_start(resume: str | None, out: Path, store: Path | None = None) -> str:
+    """What to say of where a run begins. Raises JobError if the checkpoint that ``resume`` names is not there, or
+    starting anew would mix with what is in ``out`` or in the durable store ``store``.
     """
-    is_newest = resume in ("auto", "True", "true")
+    is_newest = resume in NEWEST
     kept = None if store is None or not has_commit(store) else committed(store)
     is_own = kept is not None and kept.run == os.path.realpath(out)
     if kept is not None and not is_own and (resume is None or is_newest):
@@ -104,25 +97,22 @@ def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path 
             "which this run would replace. Give another folder, or go on from it with --resume_from_checkpoint and "
             "this folder."
         )
-    if resume is None:
-        last = last_whole(str(out))
-        if last is not None or is_own:
-            where = f"in the durable store {store}" if last is None else Path(last).name
-            raise JobError(
-                f"--output_dir {out} holds checkpoints of an earlier run, the newest is {where}. Continue it with "
-                "--resume_from_checkpoint auto, or start anew in another --output_dir."
-            )
-        return None
-    if is_newest:
-        found = newest(str(out), store)
-        if found is None and resume != "auto":
-            raise JobError(f"--resume_from_checkpoint {resume}: {out} has no checkpoint; auto would start anew.")
-        return None if found is None else Path(found)
-    with refusing(f"--resume_from_checkpoint {resume}"):
-        if (durable := committed(Path(resume))) is not None:
-            return as_checkpoint(Path(resume), durable, out)
-        check_resumable(resume)
-    return Path(resume)
+    if resume is not None and not is_newest:
+        with refusing(f"--resume_from_checkpoint {resume}"):
+            if committed(Path(resume)) is None:
+                check_resumable(resume)
+        return ""
+    last = last_whole(str(out))
+    is_there = last is not None or is_own
+    if resume is None and is_there:
+        where = f"in the durable store {store}" if last is None else Path(last).name
+        raise JobError(
+            f"--output_dir {out} holds checkpoints of an earlier run, the newest is {where}. Continue it with "
+            "--resume_from_checkpoint auto, or start anew in another --output_dir."
+        )
+    if is_newest and resume != "auto" and not is_there:
+        raise JobError(f"--resume_from_checkpoint {resume}: {out} has no checkpoint; auto would start anew.")
+    return f"no checkpoint in {out}: starting anew" if is_newest and not is_there else ""
 
 
 def prepare_out(out: Path) -> None:

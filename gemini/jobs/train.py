@@ -41,7 +41,7 @@ from gemini.integrations.huggingface_save import last_whole
 from gemini.integrations.metrics import MetricsCallback
 from gemini.jobs import JobError, refusing
 from gemini.jobs.models import ModelSource, find_model, hush, tokenizer_of
-from gemini.jobs.parts import choose, claimed, open_data, prepare_out, words_of
+from gemini.jobs.parts import check_start, claimed, open_data, prepare_out, words_of
 from gemini.jobs.planner import as_options
 from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.settings import DemoSettings
@@ -107,7 +107,8 @@ class Run:
         _check_model(source, options)
         # Of several folders the first one has the records.
         store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
-        found = choose(args.resume_from_checkpoint or None, self.out, store=store) if self.wire.rank == 0 else None
+        if self.wire.rank == 0 and (words := check_start(args.resume_from_checkpoint or None, self.out, store)):
+            self._say(words)
         rows, held_out = open_data(script, options.mixture, args)
         tokenizer, words = tokenizer_of(source, trust=args.trust_remote_code, revision=options.model.model_revision)
         self._say(f"data: {words_of(rows)}; {words}")
@@ -115,14 +116,13 @@ class Run:
             self._say(f"to evaluate on: {words_of(held_out)}")
         identity = identity_of(rows, args.seed, getattr(args, "max_length", None))
         self.position = Position(identity)
-        told = self._tell([None if found is None else str(found), identity], "the preparation of the job")
-        self._resume: str | None = told[0][0]
-        for rank, (_, other) in enumerate(told):
-            if other != told[0][1]:
-                raise JobError(f"--dataset_name: rank {rank} has other data than rank 0: {other} and {told[0][1]}.")
+        told = self._tell(identity, "the preparation of the job")
+        for rank, other in enumerate(told):
+            if other != told[0]:
+                raise JobError(f"--dataset_name: rank {rank} has other data than rank 0: {other} and {told[0]}.")
         self.model = self._managed(source)
         self._stop = StopCallback(self.wire, console.print)
-        watching = [MetricsCallback(), LinesCallback(console.print, self._resume), self._stop, self.position]
+        watching = [MetricsCallback(), LinesCallback(console.print), self._stop, self.position]
         self.trainer = self._trainer(rows, held_out, tokenizer, callbacks=watching, **(judges or {}))
 
     def _tell(self, value: Any, what: str) -> list[Any]:
@@ -212,15 +212,13 @@ class Run:
     def steps(self) -> bool:
         """Train to the last step, or to the whole step after Ctrl-C, where a checkpoint is; say if that was the end."""
         trainer = self.trainer
-        if self._resume is None and self.options.args.resume_from_checkpoint == "auto":
-            self._say(f"no checkpoint in {self.out}: starting anew")
         if self.wire.rank == 0:
             said = {name: value for name, value in self.options.said.items() if name != "resume_from_checkpoint"}
             text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True)
             (self.out / "gemini.yaml").write_text(text, encoding="utf-8")
         try:
             with self._stop:
-                trainer.train(self._resume)
+                trainer.train(trainer.args.resume_from_checkpoint)
         except gemini.NonFiniteGradient as e:
             trainer.optimizer.zero_grad()
             trainer._save_checkpoint(self.model, None)

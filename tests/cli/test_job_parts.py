@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 from gemini.integrations.callbacks import LinesCallback, StopCallback
+from gemini.integrations.huggingface_save import newest
 from gemini.integrations.metrics import MetricsCallback
 from rich.console import Console
 
 from gemini import cli
 from gemini.cli import COMMANDS
-from gemini.jobs.parts import choose
+from gemini.jobs.parts import check_start
 from gemini.jobs.screen import budget_lines
 from gemini.jobs.settings import spelled
 from gemini.ranks import launch
@@ -62,11 +63,12 @@ def checkpoint(out: Path, step: int) -> Path:
 
 
 def test_checkpoints_are_chosen_by_step(tmp_path: Path) -> None:
-    assert choose("auto", tmp_path) is None
+    assert newest(str(tmp_path), None) is None
+    assert "starting anew" in check_start("auto", tmp_path)
     paths = {step: checkpoint(tmp_path, step) for step in (20, 100, 9)}
     (paths[100] / "scheduler.pt").unlink()  # torn
-    assert choose("auto", tmp_path) == paths[20]
-    assert choose(str(paths[9]), tmp_path) == paths[9]
+    assert newest(str(tmp_path), None) == str(paths[20])
+    assert not check_start("auto", tmp_path) and not check_start(str(paths[9]), tmp_path)
 
 
 def test_the_budgets_of_all_ranks_are_judged() -> None:

@@ -323,10 +323,10 @@ def open_store(directory: Path) -> Stored:
     return Stored(commit, manifest_of({**first.text["manifest"], "files": files}, commit.folder), opened, values)
 
 
-def committed_extra(directory: Path) -> Any:
-    """The ``extra`` of the last commit, which nobody is writing at. Raises StorageError if there is none, it is
-    damaged, or another run uses the store.
+def committed_extra(directory: Path, own: StoreFolder | None = None) -> Any:
+    """The ``extra`` of the last commit, which nobody is writing at; ``own``: the store of this process. Raises
+    StorageError if there is none, it is damaged, or another run uses the store.
     """
-    with reading(directory, None):
+    with reading(directory, own):
         stored = open_store(directory)
         return decode(stored.manifest.extra, stored.values)
