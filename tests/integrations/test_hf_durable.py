@@ -61,6 +61,18 @@ def test_a_run_goes_on_from_its_last_step(step: int, changes: dict[str, Any], tm
     ][:-1]
 
 
+def test_auto_begins_and_goes_on_where_the_model_has_the_store_already(tmp_path: Path) -> None:
+    """It is managed before it is trained, since it is evaluated."""
+    whole = trainer(tmp_path / "whole", tmp_path / "other")
+    whole.train(resume_from_checkpoint="auto")
+    die(trainer(tmp_path / "run", tmp_path / "store"), 4)
+    again = trainer(tmp_path / "run", tmp_path / "store", eval_dataset=Sentences(4))
+    again.evaluate()
+    again.train(resume_from_checkpoint="auto")
+    assert Path(again.args.resume_from_checkpoint).name == "checkpoint-4"
+    assert_same_run(whole, again)
+
+
 def test_the_scale_of_fp16_goes_on(tmp_path: Path) -> None:
     """One that grows every second step: the run goes on with the scale and the count of its last step."""
 
