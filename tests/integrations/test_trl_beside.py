@@ -1,11 +1,16 @@
 """TRL's trainers with a reference, rewards, a teacher: frozen and managed in the budget of the model they train."""
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+import peft
 import pytest
 import torch
 import transformers
@@ -15,7 +20,7 @@ from gemini.integrations.beside import manage_beside
 import gemini
 from gemini.integrations import trl as ours
 from gemini.tiers import Tier
-from tests.integrations.test_trl_sft import WORDS, tokenizer
+from tests.integrations.test_trl_sft import LORA, WORDS, tokenizer
 from tests.integrations.trainer_cases import Record, assert_same_run, llama
 from tests.world import is_managed, world_of
 
@@ -53,10 +58,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "RLOO": (trl.RLOOConfig, {**ONLINE, "num_generations": 2}, PROMPTS, {}),
     "Distillation": (trl.DistillationConfig, ONLINE, PROMPTS, {}),
 }
+ALONE: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
+    "SFT": (trl.SFTConfig, {"max_length": 16}, {"text": PAIRS["chosen"]}, {}),
+    "Reward": (trl.RewardConfig, {"max_length": 16}, PAIRS, {}),
+}
 
 
 def make(kind: str, folder: Path, managed: bool, memory: Any = None, **changes: Any) -> tuple[Any, Record]:
-    config, args, rows, more = KINDS[kind]
+    config, args, rows, more = (KINDS | ALONE)[kind]
     said = {
         "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": STEPS, "save_strategy": "no",
         "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True, "report_to": [], "bf16": False, "seed": 7,
@@ -64,8 +73,10 @@ def make(kind: str, folder: Path, managed: bool, memory: Any = None, **changes: 
     }  # fmt: skip
     said |= args | {key: changes.pop(key) for key in list(changes) if key in config.__dataclass_fields__}
     more = {**more, **changes}
-    if kind in ("DPO", "KTO"):
+    if kind in ("DPO", "KTO") and "peft_config" not in more:
         more.setdefault("ref_model", other())
+    if kind == "Reward":
+        more.setdefault("model", reward_model())
     if kind in ("GRPO", "RLOO"):
         more.setdefault("reward_funcs", [reward_model()])
         more.setdefault("reward_processing_classes", [tokenizer()])
@@ -124,6 +135,79 @@ def test_reference_and_rewards_are_managed_with_the_model(kind: str, tmp_path: P
     assert {tier: row["used"] for tier, row in shared.items()} == total
     assert all(row["peak"] <= row["budget"] for row in shared.values()) and shared["nvme"]["used"] > 0
     assert all(is_managed(model) for model in models)
+
+
+FULL_AND_LORA = [(kind, lora) for kind in (*KINDS, *ALONE) for lora in (False, True) if kind in ALONE or lora]
+
+
+@pytest.mark.sweep(every=4)
+@pytest.mark.parametrize(("kind", "lora"), FULL_AND_LORA)
+def test_every_trainer_is_the_stock_one_in_full_and_with_a_lora(kind: str, lora: bool, tmp_path: Path) -> None:
+    """Losses, norms and rewards of the stock trainer, in half a MiB and a drive; a LoRA is its own reference."""
+    found = []
+    for managed in (False, True):
+        how: dict[str, Any] = {}
+        if lora:
+            task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
+            how["peft_config"] = peft.LoraConfig(**{**LORA, "task_type": task})
+        folder = tmp_path / f"{managed}"
+        folder.mkdir()
+        trainer, record = make(kind, folder, managed, budget(folder, shared=False), **how)
+        trainer.train()
+        found.append(record)
+        if managed:
+            world = world_of(trainer.model)
+            world.check()
+            assert all(world.peak(tier) <= world.budget(tier) for tier in world.tiers)
+            assert all(is_managed(model) for model in beside(trainer))
+            assert (len(beside(trainer)) == 0) == (kind in ALONE or (lora and kind in ("DPO", "KTO")))
+    stock, ours = found
+    keys = {key for logs in stock.logs for key, value in logs.items() if isinstance(value, float)}
+    keys -= {key for key in keys if "runtime" in key or "per_second" in key or "time" in key}
+    assert {"loss", "grad_norm"} < keys and len(stock.of("loss")) == STEPS
+    for key in keys:
+        assert ours.of(key) == pytest.approx(stock.of(key), rel=5e-4, abs=5e-5), key
+
+
+def one_run(kind: str, folder: Path, kill_at: int) -> Any:
+    """A run that saves each step, whose process is killed at the end of a step; it goes on from what is there."""
+    how: dict[str, Any] = {"bf16": True, "save_strategy": "steps", "save_steps": 1}
+    if kind in ("GRPO", "RLOO"):
+        how["model"] = saved(folder / "policy")
+    trainer, _ = make(kind, folder / "run", True, budget(folder, shared=False), **how)
+    trainer.add_callback(Killed(kill_at))
+    there = [path for path in (folder / "run").glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    trainer.train(resume_from_checkpoint=bool(there))
+    return trainer
+
+
+class Killed(transformers.TrainerCallback):
+    """What a machine does that loses power behind the begin of a step."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.sweep(every=3)
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"])
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    whole = one_run(kind, tmp_path / "whole", 0)
+    first = (
+        f"from tests.integrations.test_trl_beside import Path, one_run; one_run({kind!r}, Path({str(tmp_path)!r}), 2)"
+    )
+    died = subprocess.run([sys.executable, "-c", first], capture_output=True, text=True, timeout=300)
+    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
+    assert (tmp_path / "run" / "checkpoint-1").is_dir() and not (tmp_path / "run" / "checkpoint-3").exists()
+    again = one_run(kind, tmp_path, 0)
+    assert again.state.global_step == STEPS
+    assert_same_run(whole, again)
 
 
 def budget(folder: Path, shared: bool = True, cpu: str = "450KiB", **more: Any) -> Any:
