@@ -1,5 +1,6 @@
 """Blocks that a model which checkpoints keeps: the same bits, just their bytes, and a model that is as it was."""
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.errors import PlanMismatch
+from gemini.memory.devices.device import Event
 from gemini.planning import working
 from gemini.planning.trace import kept_among
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.activations.flights import IN_FLIGHT, Flight, Flights
 from gemini.train.activations.kept import INSIDE, KeptBlocks
-from tests.train.helpers import llama, manage, t5
+from tests.standins import RandomClock
+from tests.train.helpers import least, llama, manage, t5
 from tests.train.test_activations import HIDDEN, LAYERS, SHAPE, batch, enable, held, train
 from tests.world import world_of
 
@@ -135,6 +138,62 @@ def test_what_one_block_saves_is_on_its_way_at_once(tmp_path: Path, monkeypatch:
     model.zero_grad()
     assert held(model) == {} and world_of(model).ledger.held(Tier.GPU, IN_FLIGHT) == 0
     world_of(model).check()
+
+
+@pytest.mark.sweep(every=2)
+def test_in_any_room_and_at_any_speed_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the least budget on, with copies that take their time: what is not there in time is waited for."""
+    monkeypatch.setattr(working, "FLIGHTS", 0)
+    plain = wrap(llama(), tmp_path, "cpu", None, 0)
+    enable(plain)
+    losses, _, masters = train(plain)
+
+    def make(budget: int, kept: int = 2, gate: Any = None) -> Any:
+        there = StandinDevice(gate=gate, poison=True)
+        memory = {"cpu": "32MiB", "gpu": budget, "nvme": "32MiB"}
+        return manage(llama(), tmp_path, there, **memory, offload_activations="cpu", kept_blocks=kept).train()
+
+    low = least(make, 4096)
+    for seed, slack in enumerate((0, INPUT, 3 * INPUT, 12 * INPUT, 40 * INPUT)):
+        model = make(low + slack, 1 + seed % LAYERS, RandomClock(seed))
+        enable(model)
+        found, _, own = train(model)
+        assert found == losses and all(torch.equal(value, own[name]) for name, value in masters.items())
+        assert world_of(model).peak(Tier.GPU) <= low + slack
+        world_of(model).check()
+
+
+def test_an_interrupt_anywhere_leaves_nothing(tmp_path: Path) -> None:
+    """Beside every entry in the books and every wait, in forward and backward of blocks that are all kept."""
+    model = wrap(llama(), tmp_path, "standin", "cpu", LAYERS)
+    enable(model)
+    ledger, fired = world_of(model).ledger, 0
+    for chosen in range(5, 400, 41):
+        calls, patches = [], pytest.MonkeyPatch()
+        for owner, name in ((Event, "wait"), (type(ledger), "reserve_if_room"), (type(ledger), "release")):
+            real = getattr(owner, name)
+
+            def call(*args: Any, real: Any = real, calls: list[int] = calls, chosen: int = chosen, **how: Any) -> Any:
+                result = real(*args, **how)
+                if threading.current_thread() is threading.main_thread():
+                    calls.append(1)
+                    if len(calls) == chosen:
+                        raise KeyboardInterrupt
+                return result
+
+            patches.setattr(owner, name, call)
+        try:
+            model(**batch()).loss.backward()
+        except KeyboardInterrupt:
+            fired += 1
+        finally:
+            patches.undo()
+        gc.collect()
+        model.zero_grad()
+        world_of(model).settle()
+        assert held(model) == {} and ledger.held(Tier.GPU, IN_FLIGHT) == ledger.held(Tier.CPU, IN_FLIGHT) == 0
+        world_of(model).check()
+    assert fired >= 4
 
 
 def assert_(condition: bool) -> None:
