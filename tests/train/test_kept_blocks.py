@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini.errors import PlanMismatch
 from gemini.memory.devices.device import Event
+from gemini.memory.movement.transfers import Lane
 from gemini.planning import working
 from gemini.planning.trace import kept_among
 from gemini.testing import StandinDevice
@@ -135,6 +136,44 @@ def test_what_one_block_saves_is_on_its_way_at_once(tmp_path: Path, monkeypatch:
     loss = model(**batch()).loss
     assert max(seen) == most > 2 * max(sizes)
     loss.backward()
+    model.zero_grad()
+    assert held(model) == {} and world_of(model).ledger.held(Tier.GPU, IN_FLIGHT) == 0
+    world_of(model).check()
+
+
+def test_the_memory_of_what_backward_took_while_it_left_goes_at_the_block_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of the last block are not over when backward uses it, and are waited for behind it: its bytes are in
+    the ledger no more, and the block before it may have them.
+    """
+    is_last, is_open, left = threading.Event(), threading.Event(), list[bool]()
+    there = StandinDevice(gate=lambda stream: assert_(stream != "offload" or not is_last.is_set() or is_open.wait(30)))
+    model = wrap(llama(), tmp_path, there, "cpu", LAYERS)
+    enable(model)
+    flights, take, end = world_of(model).activations.flights, Flights.take, Flights._end_save
+
+    def enter(*_: Any) -> None:
+        for flight in flights.saving.values():
+            flight.outcome()
+        flights.reap()
+        is_last.set()
+
+    def watched(own: Flights, offloaded: Any) -> Any:
+        flight = offloaded.flight
+        values = take(own, offloaded)
+        if flight is None or flight.lane is Lane.RESTORE:
+            assert not any(other.taken for other in own.saving.values())
+        return values
+
+    monkeypatch.setattr(Flights, "take", watched)
+    monkeypatch.setattr(Flights, "_end_save", lambda own, of: (left.append(of.taken), is_open.set(), end(own, of)))
+    model.model.layers[-1].register_forward_pre_hook(enter)
+    loss = model(**batch()).loss
+    assert flights.saving and not left
+    loss.backward()
+    is_open.set()
+    assert any(left) and not flights.saving
     model.zero_grad()
     assert held(model) == {} and world_of(model).ledger.held(Tier.GPU, IN_FLIGHT) == 0
     world_of(model).check()
