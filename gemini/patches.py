@@ -47,22 +47,6 @@ HOOKS = {
 }
 """Where somebody tells us of what happens in the process."""
 
-FOR_THE_TIME_OF_A_CALL = {
-    "signal.signal": "Ctrl-C is held back while a state changes, and by `gemini sft` until a checkpoint is written",
-    "torch.nn.Module.register_parameter": "from_config: params go home as they are made; in this thread only",
-    "transformers.PreTrainedModel.init_weights": "from_config, trace: shapes are found out without drawing values",
-    "transformers.PreTrainedModel._load_pretrained_model": "from_pretrained: shapes first, values when there are homes",
-    "transformers.PreTrainedModel._finalize_model_loading": "the same",
-    "transformers.core_model_loading.set_param_for_module": "the same: what was read goes home",
-    "transformers.core_model_loading.is_dtensor": "from_pretrained over tp and ep: slices are read, not whole tensors",
-    "transformers.core_model_loading.DtensorShardOperation": "the same",
-    "transformers.core_model_loading.WeightConverter.convert": "from_pretrained: how params come from tensors is noted",
-    "transformers.core_model_loading.WeightRenaming.convert": "the same",
-    "torch.nn.functional.scaled_dot_product_attention": "trace: the memory that it takes on another device",
-    "torch.nn.functional.dropout": "trace: the same",
-}
-"""What is put back when a call of ours ends."""
-
 
 def patch(place: str, value: Any) -> None:
     """Put ``value`` at a place of :data:`PATCHES`, for good."""

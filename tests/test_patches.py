@@ -147,9 +147,26 @@ def test_what_stays_is_installed_by_the_table_alone() -> None:
             assert not is_register, f"{path.name}:{node.lineno} {called}: use gemini.patches"  # type: ignore[attr-defined]
 
 
+FOR_THE_TIME_OF_A_CALL = {
+    "signal.signal": "Ctrl-C is held back while a state changes, and by `gemini sft` until a checkpoint is written",
+    "torch.nn.Module.register_parameter": "from_config: params go home as they are made; in this thread only",
+    "transformers.PreTrainedModel.init_weights": "from_config, trace: shapes are found out without drawing values",
+    "transformers.PreTrainedModel._load_pretrained_model": "from_pretrained: shapes first, values when there are homes",
+    "transformers.PreTrainedModel._finalize_model_loading": "the same",
+    "transformers.core_model_loading.set_param_for_module": "the same: what was read goes home",
+    "transformers.core_model_loading.is_dtensor": "from_pretrained over tp and ep: slices are read, not whole tensors",
+    "transformers.core_model_loading.DtensorShardOperation": "the same",
+    "transformers.core_model_loading.WeightConverter.convert": "from_pretrained: how params come from tensors is noted",
+    "transformers.core_model_loading.WeightRenaming.convert": "the same",
+    "torch.nn.functional.scaled_dot_product_attention": "trace: the memory that it takes on another device",
+    "torch.nn.functional.dropout": "trace: the same",
+}
+"""What is put back when a call of ours ends."""
+
+
 def test_what_is_put_back_is_listed() -> None:
     """By its name, where :func:`replaced` is told one. What a step, or who replaces it, has is nobody else's."""
-    listed = {place.rpartition(".")[2] for place in patches.FOR_THE_TIME_OF_A_CALL}
+    listed = {place.rpartition(".")[2] for place in FOR_THE_TIME_OF_A_CALL}
     of_one_object = {"state_dict", "_weight_conversions", "_loss_function", "gather", "is_loaded_in_4bit"}
     of_one_object |= {"add_adapter", "get_parameter", "num_key_value_groups", "training", "in_forward", "module"}
     for path in SOURCES:
@@ -159,7 +176,7 @@ def test_what_is_put_back_is_listed() -> None:
                 assert isinstance(node.args[1], ast.Constant), f"{path.name}:{node.lineno}"
                 assert node.args[1].value in listed | of_one_object, node.args[1].value
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "signal.signal":
-                assert "signal.signal" in patches.FOR_THE_TIME_OF_A_CALL
+                assert "signal.signal" in FOR_THE_TIME_OF_A_CALL
 
 
 @pytest.mark.parametrize("install", [patches.patch, patches.register])
