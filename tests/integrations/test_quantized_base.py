@@ -315,8 +315,7 @@ def test_stages_and_slices_are_refused(base: Path) -> None:
     model = base_of(base)
     with pytest.raises(ValueError, match="Pipeline of a model with 4-bit codes.*Use dp"):
         gemini.Pipeline(model, micro_batches=2, schedule="bfs")
-    from gemini.train.slices.slicing import _cut_params
-    from gemini.train.slices.styles import Slices
+    from gemini.train.slices.slicing import Slices, _cut_params
 
     with pytest.raises(ValueError, match="tensor parallel does not slice 4-bit weights .*Use dp"):
         _cut_params(model, Slices.__new__(Slices))
