@@ -1,7 +1,8 @@
 """The command line ``gemini``: words in, jobs out, and how a refused request ends.
 
-A command is a function of a record of ``gemini.jobs.settings``; its options are the fields of that record. The commands
-that train have TRL's options instead, read by TRL's own parser. Nothing heavy is imported before a command needs it.
+A command is a function of a record of ``gemini.jobs.settings``, whose docstring says what it is for, and whose fields
+are its options. The commands that train have TRL's options instead, read by TRL's own parser. Nothing heavy is imported
+before a command needs it.
 A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own failed or another
 process of it was lost, 130 that it was stopped by Ctrl-C. A traceback is always a bug. Of several processes the first
 one of each machine says why it ends, and torchrun's report has the words of the one that ended first.
@@ -41,6 +42,14 @@ class Command(NamedTuple):
     module: str = "train"
 
 
+_RECORDS: dict[str, tuple[type, str]] = {
+    "trace": (settings.TraceSettings, "trace"),
+    "plan": (settings.PlanSettings, "plan"),
+    "machines": (settings.MachinesSettings, "trace"),
+    "simulate": (settings.SimulateSettings, "trace"),
+    "doctor": (settings.DoctorSettings, "doctor"),
+    "demo": (settings.DemoSettings, "train"),
+}
 _TRAINERS = {
     "train": "Finetune or pretrain on text, prompts or chats: `gemini sft`, for short.",
     "sft": "Finetune or pretrain a language model on text, prompts or chats.",
@@ -53,38 +62,11 @@ _TRAINERS = {
 }
 _TRL = "TRL's trainer, options and YAML (--config) in the memory given. Ctrl-C saves a checkpoint."
 COMMANDS = {
-    "trace": Command(
-        "Trace a step of a model ahead of time: its memory beside params and its work. Needs no weights and no GPU.",
-        settings.TraceSettings,
-        "trace",
-    ),
-    "plan": Command(
-        "Does it fit, how fast will it be, what should be changed: from a config alone. Exit code 2 if it does not "
-        "fit. For example: gemini plan config.json --gpu 24GiB --cpu 64GiB --nvme 1TB --machine rtx4090",
-        settings.PlanSettings,
-        "plan",
-    ),
-    "machines": Command(
-        "List the machines that --machine knows by name. Their figures are data sheets' peaks, each with its source.",
-        settings.Record,
-        "trace",
-    ),
-    "simulate": Command(
-        "Play a plan on a machine: how long a step takes, what waits for what, what moves, what each tier holds.",
-        settings.SimulateSettings,
-        "trace",
-    ),
-    "doctor": Command(
-        "Say what this machine offers: versions, processors, native kernels, memory, disks. With --measure also how "
-        "fast it is; of a durable STORE what is in it, and whether it is whole.",
-        settings.DoctorSettings,
-        "doctor",
-    ),
+    **{
+        name: Command(" ".join(str(record.__doc__).split()), record, module)
+        for name, (record, module) in _RECORDS.items()
+    },
     **{name: Command(f"{about} {_TRL}") for name, about in _TRAINERS.items()},
-    "demo": Command(
-        "Train a GPT-2-shaped model on Python's own library in less memory than it needs, and check the result.",
-        settings.DemoSettings,
-    ),
 }
 
 

@@ -4,7 +4,7 @@ how argparse reads it; ``check`` says which do not go together. No torch is impo
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,18 +29,6 @@ _PICTURES = (".png", ".svg", ".json")
 # ---- how an option is read -------------------------------------------------------------------------------------------
 
 
-def kind(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``read`` as argparse takes it: it shows the words of no other error."""
-
-    def of(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as e:
-            raise ArgumentTypeError(str(e)) from e
-
-    return of
-
-
 def at_least(least: int) -> Callable[[str], Any]:
     """Numbers from ``least`` on."""
 
@@ -49,10 +37,9 @@ def at_least(least: int) -> Callable[[str], Any]:
             raise ValueError(f"must be at least {least}, got {text}")
         return number
 
-    return kind(read)
+    return read
 
 
-@kind
 def seed(text: str) -> int:
     """A number that generators of random numbers can begin with."""
     if (number := int(text)) not in range(2**32):
@@ -60,14 +47,12 @@ def seed(text: str) -> int:
     return number
 
 
-@kind
 def size(text: str) -> str:
     """A number of bytes, as it was written."""
     parse_bytes(text)
     return text
 
 
-@kind
 def tiles(text: str) -> int | str | None:
     """As ``GeminiConfig(tile_tokens=)`` takes it."""
     return text if text == "auto" else as_tiles(tile_sizes(int(text) if text.isdecimal() else text))
@@ -81,7 +66,6 @@ class WithModel(NamedTuple):
     is_trained: bool
 
 
-@kind
 def with_model(text: str) -> WithModel:
     """A model by a name of one's own, its config, and whether it is trained too."""
     name, _, rest = text.partition("=")
@@ -91,7 +75,6 @@ def with_model(text: str) -> WithModel:
     return WithModel(name, config, how == "trained")
 
 
-@kind
 def new_file(text: str) -> Path:
     """A file to write, after seconds or hours: whether that can be is known now."""
     path = Path(text)
@@ -102,7 +85,6 @@ def new_file(text: str) -> Path:
     return path
 
 
-@kind
 def picture_file(text: str) -> Path:
     """A file whose suffix says what is drawn."""
     if Path(text).suffix.lower() not in _PICTURES:
@@ -112,6 +94,13 @@ def picture_file(text: str) -> Path:
 
 class Refusing(ArgumentParser):
     """Says what is wrong in one paragraph."""
+
+    def _get_value(self, action: Action, text: str) -> Any:
+        """As argparse reads it, which shows the words of no other error than its own."""
+        try:
+            return self._registry_get("type", action.type, action.type)(text)
+        except (ArgumentTypeError, TypeError, ValueError) as e:
+            raise ArgumentError(action, str(e)) from e
 
     def error(self, message: str) -> NoReturn:
         raise JobError(f"{message}. `{self.prog} --help` lists all options.")
@@ -234,8 +223,13 @@ class _Step(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MachinesSettings(Record):
+    """List the machines that --machine knows by name. Their figures are data sheets' peaks, each with its source."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceSettings(_Step):
-    """The step that is traced: the options of ``gemini trace``."""
+    """Trace a step of a model ahead of time: its memory beside params and its work. Needs no weights and no GPU."""
 
     config: str | None = opt(None, _NAMES, metavar="CONFIG")
     batch_size: int = opt(_STEP, "Sequences in a forward pass.", 1, least=1)
@@ -260,7 +254,7 @@ class TraceSettings(_Step):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateSettings(_Played):
-    """The options of ``gemini simulate``."""
+    """Play a plan on a machine: how long a step takes, what waits for what, what moves, what each tier holds."""
 
     plan: Path = opt(None, "A plan: a JSON file of `plan --out`.", metavar="PLAN")
     out: Path | None = opt(_OUTPUT, "A JSON file for the timeline.", type=new_file)
@@ -272,8 +266,11 @@ def _budget(where: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(_Played, _Step):
-    """The options of ``gemini plan``. What describes the step to trace is None if left out."""
+    """Does it fit, how fast will it be, what should be changed: from a config alone. Exit code 2 if it does not fit.
+    For example: gemini plan config.json --gpu 24GiB --cpu 64GiB --nvme 1TB --machine rtx4090
+    """
 
+    # What describes the step to trace is None if left out.
     config: str | None = opt(None, f"{_NAMES} With --trace it may be left out.", metavar="CONFIG", nargs="?")
     trace: Path | None = opt(_MODEL, "Take the step from this file of `trace --out`.")
     with_: tuple[WithModel, ...] = opt(
@@ -399,7 +396,7 @@ class PlanSettings(_Played, _Step):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings(Record):
-    """The options of ``gemini demo``."""
+    """Train a GPT-2-shaped model on Python's own library in less memory than it needs, and check the result."""
 
     steps: int = opt(None, "Optimizer steps.", 40, least=1)
     cpu_memory: str | None = opt(None, "Budget in host memory. (Default: a part of what the model needs.)", type=size)
@@ -410,7 +407,9 @@ class DemoSettings(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings(Record):
-    """The options of ``gemini doctor``."""
+    """Say what this machine offers: versions, processors, native kernels, memory, disks. With --measure also how fast
+    it is; of a durable STORE what is in it, and whether it is whole.
+    """
 
     store: Path | None = opt(
         None, "A durable store, the nvme_path of a run: say what is in it, check all of it.", metavar="STORE", nargs="?"

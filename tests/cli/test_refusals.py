@@ -18,7 +18,7 @@ TWO = "--machine dgx-h100 --gpus 2"
 REQUESTS = {
     "sft --dataset_name x": "Say what to train with --model_name_or_path",
     "sft --model_name_or_path gpt2-small": "Say what to train on with --dataset_name",
-    f"{JOB} --max_steps few": "argument --max_steps/--max-steps: invalid int value: 'few'",
+    f"{JOB} --max_steps few": "argument --max_steps/--max-steps: invalid literal for int() with base 10: 'few'",
     f"{JOB} --max-step 3": "unrecognized arguments: --max-step 3. `gemini sft --help` lists all options.",
     f"{JOB} more": "unrecognized arguments: more",
     f"{JOB} --config": "--config: IndexError",
