@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_module
 
 from gemini.errors import GeminiError
+from gemini.memory.chunks.chunk import Chunk
 from gemini.pipeline.course import OF_STAGES, Course, course_of, is_in, on_meta
 from gemini.pipeline.stages import Stage, Strayed
 from gemini.tracing.ahead import loss_of as loss_in
@@ -50,7 +51,8 @@ def _seen_of(model: nn.Module) -> _Seen:
 def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], loss: Loss | None = None) -> torch.Tensor:
     """Run forward and backward of all micro-batches of a step, block by block. Call the optimizer's ``step()`` after.
 
-    Losses and gradients have the bits of ``for batch in micro_batches: loss(model(**batch), batch).backward()``. What
+    Losses and gradients have the bits of ``for batch in micro_batches: loss(model(**batch), batch).backward()``; with
+    ``gradients="retain"`` a stage's sums are rounded once to what is retained, where the loop has fp32 sums. What
     cannot be computed otherwise with the same bits (models that cannot be cut into blocks, embeddings tied to the head,
     dropout, fp16, updates inside backward, several ranks) is computed in that order, and a warning says why, once.
 
@@ -89,7 +91,10 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
     if not isinstance(stages, str):
         before = [*map(marks_of, model.modules())]
         try:
-            return breadth_first(model, stages, parts, partial(own_loss, stages[-1].loss_of), nullcontext)
+            foresight = model.__dict__["_gemini_engine"].store.manager.foresight
+            with foresight.scope(foresight.of_stages([stage.chunks for stage in stages])):
+                own_losses = partial(own_loss, stages[-1].loss_of)
+                return breadth_first(model, stages, parts, own_losses, nullcontext, rounds=True)
         except Strayed as e:
             is_torn = e.has_begun or before != [*map(marks_of, model.modules())]
             _seen_of(model).strayed = str(e)
@@ -114,16 +119,29 @@ def breadth_first(
     parts: Sequence[Mapping[str, Any]],
     loss_of: Callable[[Any, int], torch.Tensor],
     in_backward: Callable[[], AbstractContextManager[None]],
+    *,
+    rounds: bool = False,
 ) -> torch.Tensor:
     """Let each stage take all micro-batches before the next one does: the losses. ``loss_of`` makes one of what forward
-    returns and the number of a micro-batch; ``in_backward`` is entered for each backward.
+    returns and the number of a micro-batch; ``in_backward`` is entered for each backward. ``rounds``: a stage's sums,
+    where gradients are retained narrower.
     """
     gradients = model._gemini_engine.backward.gradients
     chunks = [stage.chunks for stage in stages]
     values: list[torch.Tensor | None] = [None] * len(parts)  # of each micro-batch, what the next stage is given
     grads: list[torch.Tensor | None] = [None] * len(parts)  # and its gradient, which backward puts here (`_Entry`)
     held: list[list[Any]] = []  # by stage and micro-batch, the way back; None where nothing before is trained
+    manager = model._gemini_engine.store.manager
+
+    @contextmanager
+    def backwards_of(own: Sequence[Chunk]) -> Iterator[None]:
+        """Of one stage, whose gradients go home behind the last."""
+        manager.enter_stage(own)
+        with gradients.homes.at_hand(own, gradients.land, rounds=rounds):
+            yield
+
     for stage in stages[:-1]:
+        manager.enter_stage(stage.chunks)
         row: list[Any] = []
         for number, part in enumerate(parts):
             output = stage(*_entry(values, grads, number, held), **part)
@@ -133,7 +151,7 @@ def breadth_first(
             del output
         held.append(row)
     losses = []
-    with gradients.homes.at_hand(chunks[-1]):
+    with backwards_of(chunks[-1]):
         for number, part in enumerate(parts):
             # One micro-batch after another: logits are as large as nothing else, and never there for two.
             try:
@@ -142,14 +160,16 @@ def breadth_first(
                 e.has_begun = number > 0
                 raise
             values[number] = None
+            manager.more_to_come = number < len(parts) - 1
             with in_backward():
                 own.backward()
             losses.append(own.detach())
             del own
     while held and None not in held[-1]:
-        with gradients.homes.at_hand(chunks[len(held) - 1]):
+        with backwards_of(chunks[len(held) - 1]):
             for number, edge in enumerate(held.pop()):
                 grad, grads[number] = grads[number], None
+                manager.more_to_come = number < len(parts) - 1
                 with in_backward():
                     torch.autograd.backward([edge], [grad])
     return torch.stack(losses)

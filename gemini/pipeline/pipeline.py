@@ -223,8 +223,6 @@ class Pipeline:
             parts = [sequence_batch(part, self._mesh) for part in micro_batches_of(batch, self._micro_batches)]
         # Ranks that wait for each other's micro-batches in a schedule begin none that some of them cannot.
         compare_batches(ranks.stages, batch, values=self._runner is None, refusal=attempt.refusal)
-        # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
-        # Planned over all micro-batches of a step, more was fetched (docs/decisions/2026-11-24-pipelines.md).
         self._backwards_left = len(parts) * len(self._stages)
         if self._size > 1:
             loss = self._over_ranks(parts)

@@ -170,22 +170,6 @@ class GeminiDDP(nn.Module):
         """
         return engine_of(self).again.micro_batch(call)
 
-    @contextlib.contextmanager
-    def step_scope(self) -> Iterator[None]:
-        """Put the forwards and backwards of all micro-batches of a step inside this block, to schedule them together.
-
-        Gemini records their order the first time, and from the next step on plans for it when to gather which weights.
-        Results keep their bits. It saves time only if several forwards run before their backwards. No effect with
-        several ranks.
-
-        Raises:
-            GeminiError: inside another ``step_scope``.
-        """
-        engine = engine_of(self)
-        # Several ranks follow the script that they agreed on, which a schedule of one rank must not change.
-        with contextlib.nullcontext() if engine.ranks.shares_params else engine.store.manager.foresight.scope():
-            yield
-
     def clip_grad_norm_(
         self,
         max_norm: float,

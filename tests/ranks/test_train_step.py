@@ -58,12 +58,23 @@ def untied(kind: str) -> Any:
     return type(model)(config).train()
 
 
+def round_sums(model: Any) -> None:
+    """What is retained of a sum: each of fp32 rounded once."""
+    gradients = model._gemini_engine.backward.gradients
+    for handle in model._gemini_engine.params.handles:
+        if handle.has_grad:
+            rounded = gradients.own_part(handle).bfloat16().float()
+            handle.norm_sums = None
+            gradients.add_part(handle, rounded)
+
+
 def both(make: Any, where: str, folder: str, *, own_loss: bool = False, **settings: Any) -> tuple[Found, Found]:
-    """Steps block by block, and by the ordinary loop."""
-    found = []
+    """Steps block by block, and by the ordinary loop. What bf16 retains of a sum is rounded."""
+    found, rounds = [], settings.get("precision") == "bf16" and "gradients" not in settings
     for by_block in (True, False):
         torch.manual_seed(0)
-        model: Any = gemini.GeminiDDP(make(), config_for(where, folder, **settings))
+        sums = {"gradients": "accumulate"} if rounds and not by_block else {}
+        model: Any = gemini.GeminiDDP(make(), config_for(where, folder, **settings, **sums))
         world, fetched = world_of(model), 0
 
         def compute(step: int, model: Any = model, by_block: bool = by_block, world: Any = world) -> float:
@@ -79,6 +90,7 @@ def both(make: Any, where: str, folder: str, *, own_loss: bool = False, **settin
                     own.backward()
                     parts.append(own.detach())
                 losses = torch.stack(parts)
+                round_sums(model) if rounds else None
             fetched = world.num_gathers - before
             return losses.sum().item()
 

@@ -5,7 +5,7 @@ with, or from the first step that was seen. A step that does something else cost
 schedule has lost its place the answer is "not known", and two such steps in a row have the next one recorded anew.
 
 A step is a forward and its backward, so several micro-batches are that step several times. Inside of a *scope* they
-are one step, in whatever order their forwards and backwards come; it is recorded, and has a schedule of its own.
+are one step, with a schedule of stages that they pass through together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gemini.errors import GeminiError
+from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.plan import Moves
 from gemini.planning.policy import NEVER
 from gemini.planning.script import Script, make_script
@@ -141,8 +141,7 @@ class Foresight:
     """The schedule of one model, which it was wrapped with or is recorded. Called by the training thread alone."""
 
     def __init__(self, schedule: Schedule | None = None):
-        self._usual, self._scoped = _Course(schedule), _Course()
-        self._course = self._usual
+        self._course = self._usual = _Course(schedule)
         self._held: dict[int, None] = {}  # chunks that are read now, in the order of their acquires
         self._seen: list[Access] | None = None  # accesses so far; None where nothing is recorded
         self.in_step = False
@@ -157,17 +156,21 @@ class Foresight:
         """The schedule of the step that is under way, or may follow."""
         return self._course.schedule
 
+    def of_stages(self, stages: Sequence[Sequence[Chunk]]) -> Schedule:
+        """The schedule of a step whose micro-batches pass through stages together, which read these chunks."""
+        read = [tuple(sorted(chunk.spec.index for chunk in chunks if not chunk.resident)) for chunks in stages]
+        # Two moments each: what both read stays for all micro-batches.
+        way = [chunks for stage in (*read, *reversed(read[:-1])) for chunks in (stage, stage)]
+        steps = tuple(Access(number, chunks) for number, chunks in enumerate(way))
+        return Schedule(steps, self.plan(steps), frozenset(index for chunks in read for index in chunks))
+
     @contextmanager
-    def scope(self) -> Iterator[None]:
-        """All forwards and backwards inside are one step; refused inside of itself."""
-        if self._course is self._scoped:
-            raise GeminiError("step_scope() inside step_scope(): use one for all micro-batches of a step")
+    def scope(self, schedule: Schedule) -> Iterator[None]:
+        """All forwards and backwards inside are one step, of this schedule."""
         self.interrupt()
-        self._course = self._scoped
+        self._course = _Course(schedule)
         try:
             yield
-            # Not in `finally`: a scope that broke off is no step to be learned from.
-            self._end()
         finally:
             self.interrupt()
             self._course = self._usual
@@ -175,7 +178,7 @@ class Foresight:
     def begin(self) -> None:
         """A forward that a backward may follow begins."""
         # Further micro-batches of a scope: the step goes on.
-        if self.in_step and self._course is self._scoped:
+        if self.in_step and self._course is not self._usual:
             return
         self.in_step = True
         # One strange step (an odd batch at the end of an epoch) is no reason to record anew, two in a row are.

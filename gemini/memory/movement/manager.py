@@ -21,7 +21,7 @@ it (see :mod:`gemini.memory.devices.cuda_windows`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -82,6 +82,8 @@ class Manager:
         self.chunks = chunks
         self.foresight = foresight or Foresight()
         self.num_gathers = 0
+        self.more_to_come = False
+        """Whether further micro-batches read what the one that computes does: its gradients are not the last."""
         self.source: WeightSource = Homes(mover, self.foresight)
         """Where weights come from. Another one is set before the first fetch."""
         # Transfers without lanes begin nothing ahead, and every fetch is made where it is needed.
@@ -163,6 +165,8 @@ class Manager:
 
     def grads_complete(self, chunk: Chunk) -> None:
         """Every gradient of the chunk has arrived: once released, it is the first to go."""
+        if self.more_to_come:
+            return
         if chunk.use is Use.COMPUTE:
             chunk.grads_complete = True
         elif chunk.use is Use.HOLD:
@@ -254,6 +258,7 @@ class Manager:
 
     def begin_forward(self, *, in_step: bool) -> None:
         """Begin a forward: nothing computes yet. ``in_step``: a backward may follow."""
+        self.more_to_come = False
         if in_step:
             self.foresight.begin()
         self.room.grow_again()
@@ -265,12 +270,23 @@ class Manager:
         ``between``: of two steps, where other models of the same budget may compute, and take what they find.
         """
         # In a forward without a step nothing is known of what comes next.
-        if not self._transfers.beside or not (between or self.foresight.in_step):
-            return
-        leave = self.room.ledger.wanted_by_others(self.room.tier) if between else 0
+        if self._transfers.beside and (between or self.foresight.in_step):
+            leave = self.room.ledger.wanted_by_others(self.room.tier) if between else 0
+            self._begin_fetches(self.source.upcoming(), leave=leave)
+
+    def enter_stage(self, chunks: Sequence[Chunk]) -> None:
+        """Begin a stage, whose chunks several micro-batches read: they come before anything that is read later."""
+        missing = [chunk.spec.index for chunk in chunks if chunk.use is Use.FREE]
+        if (schedule := self.foresight.schedule) is not None:
+            for chunk in chunks:
+                schedule.advance(chunk.spec.index)
+        if self._transfers.beside and (place := self.foresight.place) is not None:
+            self._begin_fetches((place, index) for index in missing)
+
+    def _begin_fetches(self, upcoming: Iterable[tuple[int, int]], *, leave: int = 0) -> None:
         # Windows of updates that are over are room for the first fetches.
         self._end_updates()
-        for moment, index in self.source.upcoming():
+        for moment, index in upcoming:
             chunk = self.chunks[index]
             if chunk.use is not Use.FREE or chunk.window is None:
                 # All ranks post gathers in one order. One that is skipped here would be another order than theirs.

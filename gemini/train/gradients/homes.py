@@ -6,7 +6,7 @@ statement that no Ctrl-C can cut, after nothing lands in the old ones any more.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -17,10 +17,9 @@ from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
-from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneKind, PlaneSpec
+from gemini.planning.planes import GRAD, GRAD_ERROR, PlaneSpec
 from gemini.tiers import Tier
-from gemini.train.params.by_name import copy_plane
-from gemini.train.params.handle import ParamHandle
+from gemini.train.params.handle import Leftover, ParamHandle
 
 WAIT_FOR_LANDING = "gradient landing", "wait for gradients to land"
 """How a wait for gradients shows in timelines and in errors."""
@@ -36,6 +35,7 @@ class GradientHomes:
         self._handles, self._working_set = handles, working_set
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
         self._files, self._transfers = store.files, store.transfers
+        self._rounds = False
 
     def _await_landings(self) -> None:
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
@@ -46,7 +46,7 @@ class GradientHomes:
         is still there, in one form or the other.
         """
         narrow = [c for c in chunks if GRAD in c.planes and not adds_up(c)]
-        if not narrow:
+        if not narrow or self._rounds:
             return
         # Landings under way write to the planes that are replaced.
         self._await_landings()
@@ -74,70 +74,68 @@ class GradientHomes:
             raise
 
     @contextlib.contextmanager
-    def at_hand(self, chunks: Sequence[Chunk]) -> Iterator[None]:
-        """Keep the gradients of these chunks where modules compute, as far as there is room: the backwards inside add
-        to them there, and they go home once. The bits are the same. Raises BudgetExceeded as :meth:`promote`;
-        StorageError if the disk fails.
+    def at_hand(
+        self, chunks: Sequence[Chunk], land: Callable[[ParamHandle, torch.Tensor], None], *, rounds: bool
+    ) -> Iterator[None]:
+        """Add up the gradients of these chunks where modules compute; they go home once, as ``land`` lands a gradient.
+        Where there is no room they are added up where they live, with the same bits. ``rounds``: those that are
+        narrower than a sum have sums here in any case, rounded on their way, and nowhere else. Raises BudgetExceeded if
+        there is no room to add up; StorageError if the disk fails.
         """
-        self.promote(list(chunks))
-        # Their weights stay there for all backwards inside: fetched again for each, more would be lost than is won.
-        needed = self._working_set + sum(chunk.weights.num_bytes for chunk in chunks if not chunk.resident)
-        moved: list[tuple[Chunk, dict[PlaneKind, Plane]]] = []
+        moved: list[tuple[Chunk, Plane]] = []
         try:
+            self._rounds = rounds
+            self.promote(list(chunks))
+            # Their weights stay there for all backwards inside: fetched for each, more would be lost than is won.
+            needed = self._working_set + sum(chunk.weights.num_bytes for chunk in chunks if not chunk.resident)
             for chunk in chunks:
-                homes = {kind: chunk.planes[kind] for kind in GRADS if kind in chunk.planes}
-                is_away = any(plane.tier is not self._device.tier for plane in homes.values())
-                num_bytes = sum(plane.num_bytes for plane in homes.values())
-                if is_away and num_bytes <= self._ledger.left_beside_windows(self._device.tier, needed):
-                    self._bring(chunk, homes, moved)
+                home = chunk.planes.get(GRAD)
+                if home is None or GRAD_ERROR in chunk.planes:
+                    continue
+                left = self._ledger.left_beside_windows(self._device.tier, needed)
+                if not adds_up(chunk) or (home.tier is not self._device.tier and home.num_bytes <= left):
+                    self._bring(chunk, home, moved)
             yield
         finally:
-            try:
-                self._await_landings()  # what lands writes to the planes that go
-            finally:
-                while moved:
-                    self._send_home(*moved.pop())
+            self._rounds = False
+            while moved:
+                self._send_home(*moved.pop(), land)
 
-    def _bring(
-        self, chunk: Chunk, homes: dict[PlaneKind, Plane], moved: list[tuple[Chunk, dict[PlaneKind, Plane]]]
-    ) -> None:
-        """Put planes of the device in the place of a chunk's grad planes, if there is room."""
-        tier = self._device.tier
+    def _bring(self, chunk: Chunk, home: Plane, moved: list[tuple[Chunk, Plane]]) -> None:
+        """Put sums on the device in the place of a chunk's gradients; of what adds up at home, if there is room."""
+        tier, num_bytes = self._device.tier, 4 * _grad_numel(chunk)
         chunk.settle()  # an update of the step before may still read them
         self._await_landings()
-        num_bytes = sum(home.num_bytes for home in homes.values())
-        near: dict[PlaneKind, Plane] = {}
         with WHOLE:
-            if not self._ledger.reserve_if_room(tier, num_bytes, GRAD, WELCOME):
+            if not adds_up(chunk):
+                self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of the gradients of a stage")
+            elif not self._ledger.reserve_if_room(tier, num_bytes, GRAD, WELCOME):
                 return
             try:
-                for kind, home in homes.items():
-                    spec = PlaneSpec(kind, str(home.dtype).removeprefix("torch."))
-                    near[kind] = make_plane(spec, home.numel, tier, self._device, self._files)
+                near = make_plane(_SUMS, home.numel, tier, self._device, self._files)
             except BaseException:
                 self._ledger.release(tier, num_bytes, GRAD)
                 raise
-            chunk.change_planes(near)
-            moved.append((chunk, homes))
-        if any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
-            for kind, home in homes.items():
-                copy_plane(self._mover, home, near[kind])
+            chunk.change_planes({GRAD: near})
+            moved.append((chunk, home))
+        self._widen(chunk, home, near)
 
-    def _send_home(self, chunk: Chunk, homes: dict[PlaneKind, Plane]) -> None:
-        near = {kind: chunk.planes[kind] for kind in homes}
-        own = [handle for handle in self._handles if handle.chunk is chunk]
+    def _send_home(self, chunk: Chunk, home: Plane, land: Callable[[ParamHandle, torch.Tensor], None]) -> None:
+        """Let the sums of a chunk land as gradients do: beside what is computed next."""
+        near = chunk.planes[GRAD]
+        own = [handle for handle in self._handles if handle.chunk is chunk and handle.has_grad]
+        with WHOLE:
+            chunk.change_planes({GRAD: home})
+            for handle in own:  # there is none where it lives, until it lands
+                handle.norm_sums, handle.leftover = None, Leftover.TORN
         try:
-            if any(handle.has_grad for handle in own):
-                for kind, home in homes.items():
-                    copy_plane(self._mover, near[kind], home)
-        except BaseException:
             for handle in own:
-                handle.norm_sums = None  # what is there of it may be torn
-            raise
+                sums = near.device_view(handle.slot.start, handle.slot.start + handle.slot.numel)
+                assert sums is not None
+                land(handle, sums.to(home.dtype))
+                handle.leftover = Leftover.NOTHING
         finally:
-            with WHOLE:
-                chunk.change_planes(homes)
-                self._end(*near.values())
+            self._end(near)
 
     def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
         """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.
