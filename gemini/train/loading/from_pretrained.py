@@ -172,18 +172,13 @@ def _on_meta_tensors() -> Iterator[list[StoredFiles]]:
 
 
 def _refuse(path: Any, kwargs: dict[str, Any]) -> None:
-    if kwargs.get("quantization_config") is not None:
-        raise ValueError(
-            "gemini.from_pretrained(quantization_config=) is not possible. transformers quantizes one param after the "
-            "other while it loads, so that host memory takes the codes alone: model = AutoModelForCausalLM."
-            'from_pretrained(path, quantization_config=..., device_map="cpu"), then GeminiDDP(get_peft_model(model, '
-            "...), config); " + WHAT_WORKS
-        )
-    for name in ("device_map", "state_dict", "tp_plan", "distributed_config", "gguf_file"):
+    for name in ("quantization_config", "device_map", "state_dict", "tp_plan", "distributed_config", "gguf_file"):
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"gemini.from_pretrained({name}=) is not possible: weights go from the files to their homes. Leave "
-                "it out, or load the model with transformers and wrap it with GeminiDDP(model, config)"
+                f"gemini.from_pretrained({name}=) is not possible: weights go from the files to their homes. Leave it "
+                'out, or load the model with transformers (to quantize it with device_map="cpu", so that host memory '
+                "takes the codes alone) and wrap it, or get_peft_model of it, with GeminiDDP(model, config); "
+                + WHAT_WORKS
             )
     if Path(path).is_dir() and (Path(path) / "adapter_config.json").is_file():
         raise ValueError(

@@ -258,15 +258,13 @@ class Calls:
         self.unwind(0)
         # Pins of dead threads would stay for good, and a new thread may get the identifier of a dead one.
         alive = {thread.ident for thread in threading.enumerate()}
-        for ident in [ident for ident in self.running if ident not in alive]:
-            for record in self.running.pop(ident):
-                with contextlib.suppress(AssertionError, IllegalTransition):
-                    self._release_all(record.chunks)
+        dead = [ident for ident in self.running if ident not in alive]
+        lost = [record for ident in dead for record in self.running.pop(ident)]
         if backward:
-            records, self._reading, self._waiting = self._reading, [], []
-            for record in records:
-                with contextlib.suppress(AssertionError, IllegalTransition):
-                    self._release_all(record.chunks)
+            lost, self._reading, self._waiting = lost + self._reading, [], []
+        for record in lost:
+            with contextlib.suppress(AssertionError, IllegalTransition):
+                self._release_all(record.chunks)
 
     def _acquire_all(self, chunks: Iterable[Chunk]) -> None:
         acquired = []
