@@ -56,7 +56,7 @@ def plan(settings: PlanSettings, console: Console) -> int:
 def _plan_whole(way: Way, status: Status) -> Answer:
     """Of a model that ranks share as params alone."""
     chosen, played = None, None
-    if way.settings.fastest:
+    if way.settings.chooses:
         way, found, candidates = choose(way, status)
         if found:
             chosen = {"options": options_of(way), "candidates": candidates, "played": len(found)}

@@ -212,8 +212,8 @@ class Way:
         return self.changed(tile_tokens=None).trace() if self.may_tile else self.trace()
 
     def least(self) -> float:
-        """What the step takes at least, computing alone without tiles, or moving what is saved there and back: seconds,
-        or micro-batches without speeds.
+        """What the step takes at least, computing alone without tiles, or moving what is saved away: seconds, or
+        micro-batches without speeds.
         """
         machine, micro_batches = self.machine, self.settings.accumulate
         if machine.hardware is None:
@@ -223,9 +223,8 @@ class Way:
         if machine.compute is not Tier.GPU or self.settings.offload_activations != "cpu":
             return least
         speeds = Speeds.of(machine.hardware, machine.budgets)
-        saved, restored = (sum(getattr(m, f"{way}_bytes") for m in trace.moments) for way in ("saved", "restored"))
-        ways = (Boundary(Tier.GPU, Tier.CPU), saved), (Boundary(Tier.CPU, Tier.GPU), restored)
-        return max(least, *(micro_batches * speeds.seconds(*way) for way in ways))
+        saved = sum(moment.saved_bytes for moment in trace.moments)  # what has not left in time does not come back
+        return max(least, micro_batches * speeds.seconds(Boundary(Tier.GPU, Tier.CPU), saved))
 
 
 class Traces:
@@ -237,7 +236,7 @@ class Traces:
         self.read = cache(_read_trace)
 
     def _made(self, settings: TraceSettings) -> MemoryTrace:
-        if (kept := settings.kept_blocks) not in (None, ALL):
+        if isinstance(kept := settings.kept_blocks, int) and kept != ALL:
             none, every = (self.take(replace(settings, kept_blocks=number)) for number in (None, ALL))
             with suppress(ValueError):  # no walk through blocks and back
                 return with_kept(none, every, min(kept, every.kept_blocks))
@@ -316,8 +315,10 @@ def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
             if seconds >= before or seconds - (before - seconds) * left > wanted():
                 break
             before = seconds
-    best = found[0].way if found else way.changed(batch_size=1, accumulate=sequences, kept_blocks=None)
-    return best, found, of_all
+    if found:
+        return found[0].way, found, of_all
+    smallest = {"batch_size": 1, "accumulate": sequences} if way.settings.fastest else {}
+    return way.changed(kept_blocks=None, **smallest), found, of_all
 
 
 def _kept(way: Way, most: int) -> dict[int, float]:
@@ -352,7 +353,7 @@ def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
     """Those that fit, as far as that is known without planning them, each with the blocks that it may keep."""
     asked, most = way.settings, 0
     is_open = way.machine.hardware is not None and not asked.gradient_checkpointing
-    keeps = way.machine.hardware is not None and asked.kept_blocks is None
+    keeps = way.machine.hardware is not None and asked.kept_blocks in (None, "auto")
     for checkpointing in (True, False) if is_open else (asked.gradient_checkpointing,):
         if most:  # all kept is as good as none checkpointed
             return
@@ -373,8 +374,9 @@ def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
 
 def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     """Of several micro-batches none fits that is larger than one that does not; one alone needs no sums."""
-    too_large = False
-    for size in [size for size in range(1, sequences + 1) if sequences % size == 0]:
+    too_large, asked = False, way.settings
+    sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
+    for size in [size for size in sizes if sequences % size == 0]:
         other = way.changed(batch_size=size, accumulate=sequences // size)
         alone = size == sequences
         if (too_large and not alone) or (not alone and way.settings.gradients in ("transient", "retain")):

@@ -58,6 +58,14 @@ def tiles(text: str) -> int | str | None:
     return text if text == "auto" else as_tiles(tile_sizes(int(text) if text.isdecimal() else text))
 
 
+@kind
+def blocks(text: str) -> int | str:
+    """A number of blocks, or auto."""
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(f"a number of blocks or auto, got {text!r}")
+    return text if text == "auto" else int(text)
+
+
 class WithModel(NamedTuple):
     """A model that computes in turn with the one that is planned for."""
 
@@ -200,8 +208,11 @@ class _Step(Record):
         _STEP, f"Tokens in a sequence. (Default: all positions, up to {MOST_POSITIONS}.)", least=2
     )
     gradient_checkpointing: bool = opt(_STEP, "Compute activations again in backward, and do not keep them.", False)
-    kept_blocks: int | None = opt(
-        _STEP, "Of the blocks of --gradient-checkpointing, how many are not computed again, evenly spread.", least=0
+    kept_blocks: int | str | None = opt(
+        _STEP,
+        "Of the blocks of --gradient-checkpointing, how many are not computed again, evenly spread; auto: as many as "
+        "are quickest on a --machine.",
+        type=blocks,
     )
     tile_tokens: int | str | None = opt(
         _STEP,
@@ -243,6 +254,10 @@ class TraceSettings(_Step):
     def check(self) -> None:
         if self.kept_blocks and not self.gradient_checkpointing:
             raise JobError(f"--kept-blocks {self.kept_blocks} is of those of --gradient-checkpointing: give both.")
+        if self.kept_blocks == "auto":
+            raise JobError(
+                "--kept-blocks auto is chosen by `gemini plan` with the speeds of a --machine, or say a number."
+            )
         if self.load_in_4bit and self.lora is None:
             raise JobError("--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then.")
         if self.attn_implementation == "flash_attention_2" and (self.precision == "fp32" or self.target == "cpu"):
@@ -326,9 +341,10 @@ class PlanSettings(_Played, _Step):
             raise JobError(
                 "--tokens-per-step is for --fastest, which divides them: else --batch-size and --accumulate."
             )
-        if self.fastest and (self.alternatives or self.mesh or not no_trace):
-            raise JobError("--fastest looks at steps of several sizes, without --alternatives, --trace and a mesh.")
-        if self.with_ and (self.mesh or self.fastest or self.alternatives or self.picture or not no_trace):
+        if self.chooses and (self.alternatives or self.mesh or not no_trace):
+            chooser = "--fastest" if self.fastest else "--kept-blocks auto"
+            raise JobError(f"{chooser} looks at steps of several sizes, without --alternatives, --trace and a mesh.")
+        if self.with_ and (self.mesh or self.chooses or self.alternatives or self.picture or not no_trace):
             raise JobError(
                 "--with plans one step of several models as they are: leave a mesh, --fastest, --alternatives, "
                 "--picture and --trace out."
@@ -383,6 +399,11 @@ class PlanSettings(_Played, _Step):
     def kept_gradients(self) -> str:
         """What is kept until the update: several micro-batches need sums, for which the runtime takes fp32."""
         return self.gradients or ("accumulate" if self.accumulate > 1 else "retain")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether one of several steps is to be chosen."""
+        return self.fastest or self.kept_blocks == "auto"
 
     def traced(self, **more: Any) -> TraceSettings:
         """The step to trace."""

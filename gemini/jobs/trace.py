@@ -55,7 +55,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
             model_class=model_class if model is config else None,
             tile_tokens=settings.tile_tokens,
-            kept_blocks=settings.kept_blocks or 0,
+            kept_blocks=int(settings.kept_blocks or 0),
             kernels=settings.kernels,
             tensor_parallel=settings.tp,
             context_parallel=settings.cp,

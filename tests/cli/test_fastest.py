@@ -312,3 +312,21 @@ def test_what_it_does_not_choose_for(gemini_command: Command, tmp_path: Path) ->
     refused(odd, "--tokens-per-step 500 is no whole number of sequences of 60 tokens: --tokens-per-step 480")
     small = gemini_command.told(*machine, *FASTEST[2:], "--gpu", "1MiB", "--cpu", "1MiB", "--nvme", "1MiB")
     assert not small["fits"] and small["fastest"] is None and small["refusal"]
+
+
+def test_kept_blocks_auto_is_the_quickest_number_of_the_step_that_was_asked_for(
+    gemini_command: Command, tmp_path: Path
+) -> None:
+    config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
+    step = (
+        "plan", config, "--machine", "rtx4090", "--seq-len", 64, "--batch-size", 2, "--accumulate", 2,
+        "--gradient-checkpointing", "--gpu", "1400MiB", "--cpu", "2GiB",
+    )  # fmt: skip
+    said = gemini_command.told(*step, "--kept-blocks", "auto")
+    rates = [gemini_command.told(*step, "--kept-blocks", k)["step"]["tokens_per_second"] for k in (0, 2, 4)]
+    assert (said["accumulate"], said["batch"]["input_ids"]) == (2, [2, 64])
+    assert said["step"]["tokens_per_second"] >= 0.99 * max(rates)
+    assert f"--kept-blocks {said['kept_blocks']}" in said["fastest"]["options"] and said["kept_blocks"] > 0
+    refused(gemini_command(*step[:2], *step[4:], "--kept-blocks", "auto"), "with the speeds of a --machine")
+    refused(gemini_command(*step, "--kept-blocks", "auto", "--alternatives"), "--kept-blocks auto looks at")
+    refused(gemini_command(*step, "--kept-blocks", "many"), "a number of blocks or auto")
