@@ -58,7 +58,6 @@ def tiles(text: str) -> int | str | None:
     return text if text == "auto" else as_tiles(tile_sizes(int(text) if text.isdecimal() else text))
 
 
-@kind
 def blocks(text: str) -> int | str:
     """A number of blocks, or auto."""
     if text != "auto" and not text.isdecimal():
