@@ -32,7 +32,7 @@ from gemini.tiers import DRIVE, MemoryBudget, Tier
 LEFT = ", with what the other models leave of the budget"
 """Whose refusal it is."""
 
-_NOT_KEPT = ("windows", "gradients in flight", "saved activations")
+_NOT_KEPT = ("windows", "gradients in flight", "activations in flight", "saved activations")
 
 
 def evaluated(trace: MemoryTrace) -> MemoryTrace:
@@ -156,7 +156,8 @@ def plan_together(
     budgets[compute] = max(budgets[compute] - beside, 0)
     shared: dict[str, Any] = {"compute": compute, "accumulate": accumulate, "ranks": ranks, "local_ranks": local_ranks}
     frozen = {n: trace for n, trace in traces.items() if not any(param.trainable for param in trace.params)}
-    home = _home(traces, budgets, accumulate, options)
+    needed = _all_bytes(traces, accumulate, options)
+    home = home_of_frozen(needed, sharing * budgets[Tier.CPU], has_drive=DRIVE in budgets)
     peak = max((working.activation_bytes(trace, offloaded=False) for trace in frozen.values()), default=0)
     plans: dict[str, Plan] = {}
     for name, trace in traces.items():
@@ -183,9 +184,8 @@ def _kept(plans: Mapping[str, Plan]) -> Counter[Tier]:
     return total
 
 
-def _home(
-    traces: Mapping[str, MemoryTrace], budgets: Mapping[Tier, int], accumulate: int, options: Mapping[str, Any]
-) -> StaticPlacement:
+def _all_bytes(traces: Mapping[str, MemoryTrace], accumulate: int, options: Mapping[str, Any]) -> float:
+    """Of all models with all that they need, on all ranks together."""
     total = 0.0
     for trace in traces.values():
         precision = options.get("precision") or trace.precision
@@ -193,7 +193,7 @@ def _home(
         gradients = options.get("gradients") or ("accumulate" if accumulate > 1 else "retain")
         trained, frozen = bytes_per_param(precision, gradients, rule)
         total += sum((trained if param.trainable else frozen) * param.numel for param in trace.params)
-    return home_of_frozen(total, budgets[Tier.CPU], has_drive=DRIVE in budgets)
+    return total
 
 
 def _in_turn(plans: Mapping[str, Plan], room: int, speeds: Speeds) -> dict[str, Plan]:

@@ -129,12 +129,14 @@ def test_each_micro_batch_evaluates_the_others_again(device: str, tmp_path: Path
 
 
 def test_a_frozen_model_has_two_bytes_per_param_on_the_tier_that_is_left() -> None:
-    of = traces("ref", "policy")
-    plenty, little = {Tier.CPU: 2**30, Tier.NVME: 2**30}, {Tier.CPU: 2**19, Tier.NVME: 2**30}
-    for there, home in ((plenty, Tier.CPU), (little, Tier.NVME)):
-        plan = gemini.plan_together(of, None, there, max_chunk=MAX_CHUNK).plans["ref"]
+    """Host memory if all models fit there, with all that they need: of a machine, whose ranks have a part of each."""
+    step = decoder_trace(hidden=384, layers=16, vocab=2000)
+    of = {"ref": evaluated(step), "policy": step}
+    for cpu, ranks, home in ((2**30, 1, Tier.CPU), (2**30, 2, Tier.CPU), (2**28, 1, Tier.NVME)):
+        plan = gemini.plan_together(of, None, {Tier.CPU: cpu, Tier.NVME: 2**30}, ranks=ranks).plans["ref"]
         numel = sum(chunk.numel for chunk in plan.layout.chunks)
-        assert plan.held[home]["weights"] == 2 * numel and plan.bytes_per_param == 0.0
+        assert plan.held[home]["weights"] == 2 * numel // ranks and plan.bytes_per_param == 0.0
+        assert "weights" not in plan.held[Tier.NVME if home is Tier.CPU else Tier.CPU]
 
 
 def test_what_does_not_fit_is_said_of_the_model_that_does_not() -> None:
