@@ -244,7 +244,9 @@ def pose_problem(
         device_staging=on_device if compute is Tier.GPU else 0,
         rule=rule,
         beside=working.beside_bytes(trace.target, compute),
-        factors=sum(factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable),
+        factors=sum(
+            factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable and rule.factors
+        ),
     )
 
 

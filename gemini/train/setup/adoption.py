@@ -50,8 +50,8 @@ class Adoption:
                 originals = [handle.param.data for handle in group]
                 if not filled:
                     self._by_names.write_first(group, originals)
-                for handle, original in zip(group, originals, strict=True):
-                    with WHOLE:  # half taken, it could not be given back
+                with WHOLE:  # one that is half taken could not be given back
+                    for handle, original in zip(group, originals, strict=True):
                         self._become_view(handle, original, filled=filled)
             # A chunk at a time: its params are freed before those of the next one are written.
             if self._chunks[index].gathered:

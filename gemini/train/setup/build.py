@@ -231,8 +231,8 @@ def _reserve_on_device(
     device.reserve_host(_crossing_planes(problem, placement))
     # No more than all windows, and no more than the plan leaves them; beside those of ranks, whose gradients stand in
     # windows too until they are divided.
-    windows = [problem.window_bytes(i) for i in problem.moving(placement)]
-    wanted = min(sum(windows), window_room(problem, placement)) + in_flight
+    windows = ledger.gathers[problem.compute] - problem.in_flight
+    wanted = min(windows, window_room(problem, placement)) + in_flight
     if device.keeps_windows:  # which others may have for their own
         ledger.make_room(device.tier, wanted)
     # Rounded down to whole pages, in which windows get their memory.

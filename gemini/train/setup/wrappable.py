@@ -23,8 +23,9 @@ def refuse_unwrappable(structure: Structure, managed_class: Callable[[type[nn.Mo
     that is not managed yet, with its values. ``managed_class``: the class that the model would get.
     """
     _check_listed_alike(structure.model)
-    for path, module in structure.modules:
-        _check_module(path, module, has_params=id(module) in structure.holders)
+    with WHOLE:  # hooks are tried, of which an interrupt must leave none
+        for path, module in structure.modules:
+            _check_module(path, module, has_params=id(module) in structure.holders)
     managed = {id(handle.param) for handle in handles_of([param for param, _ in structure.params])}
     for param, names in structure.params:
         if id(param) not in managed:  # one of another managed model is refused as that
@@ -63,10 +64,9 @@ def _check_module(path: str, module: nn.Module, *, has_params: bool) -> None:
         )
     if has_params:
         try:
-            # Tried, since a class may refuse hooks in any way of its own; an interrupt must leave none.
-            with WHOLE:
-                module.register_forward_pre_hook(lambda *_: None).remove()
-                module.register_forward_hook(lambda *_: None).remove()
+            # Tried, since a class may refuse hooks in any way of its own.
+            module.register_forward_pre_hook(lambda *_: None).remove()
+            module.register_forward_hook(lambda *_: None).remove()
         except Exception as e:
             raise TypeError(
                 f"{where} ({type(module).__name__}) takes no forward hooks ({e}): its weights come and go around its "
