@@ -398,7 +398,7 @@ class GeminiTrainerMixin:
             clean_up(self.args.output_dir, self.accelerator)
             if resume_from_checkpoint:
                 resume_from_checkpoint = self._gemini_choose(resume_from_checkpoint)
-            self.args.resume_from_checkpoint = resume_from_checkpoint
+            self.args.resume_from_checkpoint = resume_from_checkpoint or None
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

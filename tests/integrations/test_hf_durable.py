@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gemini.integrations.callbacks import LinesCallback
 from transformers import TrainerCallback
 
 import gemini
@@ -37,7 +38,7 @@ def trainer(folder: Path, store: Path, **changes: Any) -> Any:
 def die(made: Any, step: int) -> None:
     made.add_callback(Die(step))
     with pytest.raises(Death):
-        made.train()
+        made.train(resume_from_checkpoint=False)
     world_of(made.model).close()
 
 
@@ -64,12 +65,19 @@ def test_a_run_goes_on_from_its_last_step(step: int, changes: dict[str, Any], tm
 def test_auto_begins_and_goes_on_where_the_model_has_the_store_already(tmp_path: Path) -> None:
     """It is managed before it is trained, since it is evaluated."""
     whole = trainer(tmp_path / "whole", tmp_path / "other")
+    said: list[str] = []
+    whole.add_callback(LinesCallback(said.append))
     whole.train(resume_from_checkpoint="auto")
-    die(trainer(tmp_path / "run", tmp_path / "store"), 4)
+    dying = trainer(tmp_path / "run", tmp_path / "store")
+    dying.add_callback(LinesCallback(said.append))
+    die(dying, 4)
+    assert said and not any("resuming" in line for line in said)
     again = trainer(tmp_path / "run", tmp_path / "store", eval_dataset=Sentences(4))
+    again.add_callback(LinesCallback(said.append))
     again.evaluate()
     again.train(resume_from_checkpoint="auto")
     assert Path(again.args.resume_from_checkpoint).name == "checkpoint-4"
+    assert f"resuming from the store in {tmp_path / 'store'} after step 4" in said
     assert_same_run(whole, again)
 
 
