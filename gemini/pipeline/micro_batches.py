@@ -137,7 +137,8 @@ def breadth_first(
     def backwards_of(own: Sequence[Chunk]) -> Iterator[None]:
         """Of one stage, whose gradients go home behind the last."""
         manager.enter_stage(own)
-        with gradients.homes.at_hand(own, gradients.land, rounds=rounds):
+        land = gradients.land if model._gemini_engine.ranks.are_alone else None
+        with gradients.homes.at_hand(own, land, rounds=rounds):
             yield
 
     for stage in stages[:-1]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -19,12 +20,15 @@ from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, PlaneSpec
 from gemini.tiers import Tier
+from gemini.train.params.by_name import copy_plane
 from gemini.train.params.handle import Leftover, ParamHandle
 
 WAIT_FOR_LANDING = "gradient landing", "wait for gradients to land"
 """How a wait for gradients shows in timelines and in errors."""
 
 _SUMS = PlaneSpec(GRAD, "float32")
+
+Land: TypeAlias = Callable[[ParamHandle, torch.Tensor], None]
 
 
 class GradientHomes:
@@ -74,13 +78,12 @@ class GradientHomes:
             raise
 
     @contextlib.contextmanager
-    def at_hand(
-        self, chunks: Sequence[Chunk], land: Callable[[ParamHandle, torch.Tensor], None], *, rounds: bool
-    ) -> Iterator[None]:
-        """Add up the gradients of these chunks where modules compute; they go home once, as ``land`` lands a gradient.
-        Where there is no room they are added up where they live, with the same bits. ``rounds``: those that are
-        narrower than a sum have sums here in any case, rounded on their way, and nowhere else. Raises BudgetExceeded if
-        there is no room to add up; StorageError if the disk fails.
+    def at_hand(self, chunks: Sequence[Chunk], land: Land | None, *, rounds: bool) -> Iterator[None]:
+        """Add up the gradients of these chunks where modules compute; they go home once, as ``land`` lands a gradient,
+        or (None, with several ranks, whose gradients may still be on their way) as they are. Where there is no room
+        they are added up where they live, with the same bits. ``rounds``: those that are narrower than a sum have sums
+        here in any case, rounded on their way, and nowhere else. Raises BudgetExceeded if there is no room to add up;
+        StorageError if the disk fails.
         """
         moved: list[tuple[Chunk, Plane]] = []
         try:
@@ -120,18 +123,24 @@ class GradientHomes:
             moved.append((chunk, home))
         self._widen(chunk, home, near)
 
-    def _send_home(self, chunk: Chunk, home: Plane, land: Callable[[ParamHandle, torch.Tensor], None]) -> None:
-        """Let the sums of a chunk land as gradients do: beside what is computed next."""
-        near = chunk.planes[GRAD]
+    def _send_home(self, chunk: Chunk, home: Plane, land: Land | None) -> None:
+        """Let the sums of a chunk land as gradients do, beside what is computed next."""
+        near, copied = chunk.planes[GRAD], False
         own = [handle for handle in self._handles if handle.chunk is chunk and handle.has_grad]
-        with WHOLE:
-            chunk.change_planes({GRAD: home})
-            for handle in own:  # there is none where it lives, until it lands
-                handle.norm_sums, handle.leftover = None, Leftover.TORN
         try:
-            for handle in own:
+            if own and land is None:
+                copy_plane(self._mover, near, home)
+            copied = True
+        finally:
+            with WHOLE:
+                chunk.change_planes({GRAD: home})
+                for handle in own if land is not None or not copied else ():
+                    # There is none where it lives, until it lands.
+                    handle.norm_sums, handle.leftover = None, Leftover.TORN
+        try:
+            for handle in own if land is not None else ():
                 sums = near.device_view(handle.slot.start, handle.slot.start + handle.slot.numel)
-                assert sums is not None
+                assert sums is not None and land is not None
                 land(handle, sums.to(home.dtype))
                 handle.leftover = Leftover.NOTHING
         finally:
