@@ -81,15 +81,12 @@ class Want:
         return max(0, self.num_bytes - self.ledger.free(self.tier))
 
     def take(self) -> int:
-        """Reserve it, if it fits now: 0 then, else the bytes that must come free before."""
+        """Reserve it, if it fits now: 0 then, else the bytes that must come free before. Without a holder nobody takes
+        it yet, and another thread may have the bytes before whoever asked.
+        """
+        if not self.holder:
+            return self.missing()
         return 0 if self.ledger.take(self.tier, self.num_bytes, self.holder) else self.missing() or 1
-
-
-class _Space(Want):
-    """Free bytes, which nobody takes yet: another thread may have them before whoever asked."""
-
-    def take(self) -> int:
-        return self.missing()
 
 
 Reclaimer = Callable[[Want], bool]
@@ -233,7 +230,7 @@ class Ledger:
 
     def make_room(self, tier: Tier, num_bytes: int, asking: frozenset[Turn] = NEEDED) -> bool:
         """Have room made for so many bytes, and take none. False if nobody can, or there is no such tier."""
-        return tier in self._accounts and self.obtain(_Space(self, tier, num_bytes, "", self._asked(tier, asking)))
+        return tier in self._accounts and self.obtain(Want(self, tier, num_bytes, "", self._asked(tier, asking)))
 
     def _asked(self, tier: Tier, asking: frozenset[Turn]) -> frozenset[Turn]:
         # Windows with memory of their own cannot give any to others. `LESS` is not taken away here: it shrinks that

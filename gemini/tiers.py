@@ -54,10 +54,6 @@ class Tier(Enum):
     def in_files(self) -> bool:
         return _SPECS[self].in_files
 
-    @property
-    def through(self) -> Tier | None:
-        return _SPECS[self].through
-
     __hash__ = object.__hash__  # Enum's own is Python, and tiers are keys for every tile that moves
 
 
@@ -114,7 +110,7 @@ class Boundary(NamedTuple):
 _OUTER = {
     boundary: tier
     for tier in Tier
-    if (through := tier.through) is not None
+    if (through := tier.spec.through) is not None
     for boundary in (Boundary(through, tier), Boundary(tier, through))
 }
 BOUNDARIES = tuple(_OUTER)

@@ -11,7 +11,7 @@ that it is done stands there, and all who wait for it. So whoever shares somethi
   :data:`gemini.interrupts.WHOLE` besides. A thread is started in there too: ``Thread.start`` waits for an Event.
 
 How long anything takes nobody can know; whether it goes on, somebody can. Who moves bytes or ends a job says so
-(:meth:`Progress.note`), and a wait gives up only when nobody has for a long time (:func:`patience`).
+(:data:`PROGRESS`), and a wait gives up only when nobody has for a long time (:func:`patience`).
 """
 
 from __future__ import annotations
@@ -106,12 +106,8 @@ class Progress:
     """Whether anything goes on in this process. The one is :data:`PROGRESS`."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # of moves and ends; threads that note one at once may lose a count, never the last one
         self._elsewhere: set[int] = set()  # threads
-
-    def note(self) -> None:
-        """Bytes were moved, something has ended. (Threads that do so at once may lose a count, never the last one.)"""
-        self.count += 1
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:

@@ -52,8 +52,6 @@ class ThreadedIoQueue:
     """The native queue in Python: one thread takes all of a request, in the order of submission, urgent or not."""
 
     def __init__(self, num_threads: int = IO_THREADS) -> None:
-        if num_threads < 1:
-            raise ValueError("IoQueue needs at least 1 thread")
         self._owner = os.getpid()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="gemini-io")
         self._tickets: dict[int, Future[None]] = {}

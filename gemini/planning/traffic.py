@@ -22,9 +22,9 @@ def path(source: Tier, target: Tier) -> tuple[Boundary, ...]:
     """The boundaries between two tiers: GPU and NVMe reach each other through host memory."""
     if source is target:
         return ()
-    if source.through is target or target.through is source:
+    if source.spec.through is target or target.spec.through is source:
         return (Boundary(source, target),)
-    between = source.through or target.through
+    between = source.spec.through or target.spec.through
     assert between is not None, (source, target)
     return (*path(source, between), *path(between, target))
 

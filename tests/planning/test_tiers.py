@@ -294,7 +294,7 @@ def test_where_windows_have_memory_of_their_own_they_are_not_asked_for_anything_
 def test_every_tier_is_described_where_others_look_it_up() -> None:
     for tier in Tier:
         assert tier.spec.title and set(tier.spec.figures) <= set(FIGURES)
-        assert (tier.through is None) == (tier is Tier.CPU) == (not tier.spec.ways)
+        assert (tier.spec.through is None) == (tier is Tier.CPU) == (not tier.spec.ways)
         assert {way.figure for way in tier.spec.ways} <= set(FIGURES)
     assert set(TRACKS) == set(BOUNDARIES) and len(set(TRACKS.values())) == len(BOUNDARIES)
 

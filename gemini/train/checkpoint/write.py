@@ -506,7 +506,7 @@ class PendingCheckpoint(WriteObserver):
             index = self._urgent if self._urgent in waiting else next(iter(waiting))
             yield waiting[index].popleft()
             # The piece is written: who waits for this or another chunk sees that something moves.
-            PROGRESS.note()
+            PROGRESS.count += 1
             if not waiting[index]:
                 # Its last piece: the chunk may change, unless a record names the slots that it lives in.
                 del waiting[index]
