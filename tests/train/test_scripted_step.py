@@ -11,7 +11,7 @@ from gemini.errors import RankLost
 from gemini.memory.devices.device import DONE, CpuDevice
 from gemini.memory.movement.transfers import Worker
 from gemini.planning.script import Gather, Reduce, Script
-from gemini.train.sharding.scripted import Lanes, ScriptedStep
+from gemini.train.sharding.scripted import ScriptedStep
 
 SCRIPT = Script((Gather(0, 0), Gather(1, 1)), (Reduce(0, 0),))
 CHUNKS: list[Any] = [SimpleNamespace(spec=SimpleNamespace(index=number), name=f"chunk {number}") for number in range(2)]
@@ -30,7 +30,7 @@ class Echo:
 
 @pytest.fixture
 def step() -> Iterator[ScriptedStep]:
-    workers = Lanes(Worker("collectives"), Worker("reduce"))
+    workers = Worker("collectives"), Worker("reduce")
     channel: Any = SimpleNamespace(
         wire=Echo(),
         device=CpuDevice(),

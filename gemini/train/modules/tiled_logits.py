@@ -52,11 +52,6 @@ class LogitStep(NamedTuple):
     def __call__(self, tile: torch.Tensor) -> Any:
         return self.func(*(tile if value is TILE else value for value in self.args), **self.kwargs)
 
-    @property
-    def learns(self) -> bool:
-        """Whether something else than the logits gets a gradient by it."""
-        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in self.args)
-
 
 class TiledLoss(NamedTuple):
     """A cross entropy of logits that are made ``tokens`` at a time."""
@@ -87,7 +82,8 @@ class TiledLoss(NamedTuple):
             and any(each.requires_grad for each in learned)
             and {each.dtype for each in learned} in ({torch.bfloat16}, {torch.float32}, {torch.float64})
             and not torch.is_autocast_enabled(hidden.device.type)
-            and not any(step.learns for step in self.steps)
+            # Nor does anything else than the logits get a gradient by a step.
+            and not any(isinstance(v, torch.Tensor) and v.requires_grad for step in self.steps for v in step.args)
         )
 
     def at_once(self, hidden: torch.Tensor, layer: nn.Linear, again: Callable[..., torch.Tensor]) -> torch.Tensor:

@@ -24,10 +24,9 @@ reduction whose gathers it has not begun.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -160,13 +159,6 @@ class Parted(GeminiError):
     """Raised where nothing comes of a collective, since a rank has left the script."""
 
 
-class Lanes(NamedTuple):
-    """The worker that launches collectives, and the one on which sums land."""
-
-    launcher: Worker
-    landing: Worker
-
-
 class Launch(Event):
     """The end of a collective that was offered to the launcher."""
 
@@ -192,9 +184,11 @@ class Launch(Event):
 
 
 class ScriptedStep:
-    """The place of this rank in a script, and what it has begun. ``manager`` gives gathers ahead to a worker."""
+    """The place of this rank in a script, and what it has begun. ``manager`` gives gathers ahead to a worker. The first
+    of ``lanes`` launches collectives, on the other one sums land.
+    """
 
-    def __init__(self, script: Script, channel: Channel, manager: Manager, lanes: Lanes):
+    def __init__(self, script: Script, channel: Channel, manager: Manager, lanes: Sequence[Worker]):
         self.script = script
         self.is_parted = False
         """Whether a rank has parted: what was not reduced will not be."""

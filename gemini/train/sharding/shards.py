@@ -35,7 +35,7 @@ from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part, read_range
 from gemini.train.params.handle import ParamHandle, ParamSet
-from gemini.train.sharding.scripted import Channel, Lanes, LibraryChannel, ScriptedStep
+from gemini.train.sharding.scripted import Channel, LibraryChannel, ScriptedStep
 
 if TYPE_CHECKING:
     from gemini.train.sharding.reduction import Reduction
@@ -137,7 +137,7 @@ class Shards(Company):
         self.reducing: Reduction
         """Adds up gradients when all ranks stand there; it sets itself here as it is made."""
         # Without a second rank, or where attention asks in between, nothing follows a script.
-        self._lanes = Lanes(Worker("collectives"), Worker("reduce")) if follows and ranks.size > 1 else None
+        self._lanes = (Worker("collectives"), Worker("reduce")) if follows and ranks.size > 1 else ()
         self.step: ScriptedStep | None = None
         """The script under way."""
         self.num_scripted = 0
@@ -149,7 +149,7 @@ class Shards(Company):
         if self.step is not None:  # landings wait for what was offered; the others hear no word of it, nor are heard
             self.step.is_parted = True
             self.step.part()
-        for lane in self._lanes or ():
+        for lane in self._lanes:
             lane.close()
 
     def end_step(self) -> None:
@@ -173,7 +173,7 @@ class Shards(Company):
 
     def begin_step(self) -> None:
         """A forward that a backward may follow begins: if all ranks are about to do the same, they follow a script."""
-        if self._lanes is None:
+        if not self._lanes:
             return
         self.finish()
         completed = self.reducing.completed()
