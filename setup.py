@@ -37,7 +37,7 @@ def extensions() -> list[Extension]:
             depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.*h"))] + ["setup.py"],
             include_dirs=[pybind11.get_include()],
             extra_compile_args=COMPILE_ARGS,
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-ldl"],
             language="c++",
             optional=True,  # a failing compiler is reported and skipped, not fatal
         )

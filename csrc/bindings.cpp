@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -13,6 +14,7 @@
 #include "checksum.h"
 #include "cpu_grad.h"
 #include "cpu_update.h"
+#include "host_sums.h"
 #include "nvme_io.h"
 #include "stream.h"
 #include "thread_pool.h"
@@ -123,6 +125,21 @@ PYBIND11_MODULE(_C, m) {
     m.def("sum_squares",
           [](Isa isa, Address src, Dtype src_dtype, int64_t n) { return sum_squares(isa, at(src), src_dtype, n); },
           nogil());
+    py::class_<Landed, std::shared_ptr<Landed>>(m, "Landed").def("sums", &Landed::sums);
+    py::class_<HostSums>(m, "HostSums")
+        .def(py::init([](const std::vector<Address>& areas, int64_t area_bytes) {
+            std::vector<void*> places;
+            for (const Address area : areas) places.push_back(at(area));
+            return std::make_unique<HostSums>(std::move(places), area_bytes);
+        }))
+        .def("land",
+             [](HostSums& host, Isa isa, Address copying, Address adding, Address src, Dtype src_dtype, int64_t n,
+                int64_t piece, Address dst, Dtype dst_dtype, Address lo, bool is_added) {
+                 return host.land(isa, at(copying), at(adding), at(src), src_dtype, n, piece, at(dst), dst_dtype,
+                                  at(lo), is_added);
+             },
+             nogil())
+        .def_readwrite("fails_at", &HostSums::fails_at);
     m.def("stream_rmw3",
           [](Isa isa, Address a, Address b, Address c, Address d, int64_t n) {
               stream_rmw3(isa, at(a), at(b), at(c), at(d), n);

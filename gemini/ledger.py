@@ -34,7 +34,7 @@ class Turn(IntEnum):
     FLIGHTS = 3  # activations on their way: ahead of their use called back, behind it waited for
     UPDATES = 4  # updates that hold gradients: waited for
     GUESSES = 5  # updates that may be undone: undone
-    LANDINGS = 6  # gradients on their way home: waited for, by the device alone if it just copies them
+    LANDINGS = 6  # gradients on their way home: waited for, by the device alone unless a thread lands them
     KEPT = 7  # windows that the plan keeps
     PREFETCHES = 8  # fetches ahead, the last one first: called back
     PINS = 9  # windows that only the rest of a backward keeps

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ import torch
 from gemini import kernels
 from gemini.interrupts import call_without_grad
 from gemini.memory.devices import device
-from gemini.memory.devices.device import Event
+from gemini.memory.devices.device import DONE, Event
 from gemini.memory.devices.pages import FramePool, PageWindow, Window
 from gemini.memory.movement.transfers import Job, JobThread
 from gemini.testing import StandinDevice
@@ -109,7 +110,7 @@ class VirtualClock:
 
     def __init__(self, rates: Rates):
         self.rates = rates
-        self.engines = {name: Engine() for name in ("h2d", "d2h", "compute")}
+        self.engines = {name: Engine() for name in ("h2d", "d2h", "compute", "sum")}
         self.starved = 0.0
         """Seconds in which the device was done with all that it had been given to compute."""
         self.num_lost = 0
@@ -223,6 +224,26 @@ class VirtualClock:
             seconds = self.rates.latency + num_bytes / getattr(self.rates, way)
             self._streams[stream] = self.engines[way].place(ready, seconds, num_bytes).stop
             return TimedEvent(self, self._streams[stream])
+
+    def add_on_host(self, stream: str, num_bytes: int, behind: Event) -> Event:
+        """Let the device call the host behind an event and what a stream was given, for a kernel that touches so many
+        bytes. Known before it comes to that: what threads do then takes longer, and not this.
+        """
+        with self._change:
+            ready = max(behind.at if isinstance(behind, TimedEvent) else 0.0, self._streams.get(stream, 0.0))
+            self._streams[stream] = self.engines["sum"].place(ready, num_bytes / self.rates.host).stop
+            return TimedEvent(self, self._streams[stream])
+
+    def beside_sums(self, seconds: float) -> float:
+        """How long a thread's kernel takes that has the host's memory for itself in so many seconds: it stands while
+        the device has the host add something.
+        """
+        spans, end = self.spans("sum"), self.now + seconds
+        at = bisect_left(spans, self.now, key=lambda span: span.stop)
+        while at < len(spans) and spans[at].start < end:
+            end += spans[at].stop - max(spans[at].start, self.now)
+            at += 1
+        return end - self.now
 
     def mark(self) -> Event:
         """The end of all that was given to compute."""
@@ -370,8 +391,9 @@ class VirtualClock:
                         with clock._change:
                             me, now = clock._me(), clock.now
                             sharing = 1 + sum(at > now for who, at in clock._on_host.items() if who is not me)
-                            clock._on_host[me] = now + seconds / turns * sharing
-                        clock.spend(seconds / turns * sharing)
+                            takes = clock.beside_sums(seconds / turns * sharing)
+                            clock._on_host[me] = now + takes
+                        clock.spend(takes)
                 return result
 
             return call
@@ -424,6 +446,12 @@ class TimedEvent(Event):
 
     def wait_on_device(self) -> None:
         self._clock.compute_after(self.at)
+
+
+def _kept(source: torch.Tensor, into: torch.Tensor, lost: torch.Tensor | None, is_added: bool) -> Any:
+    if lost is not None:
+        return kernels.sum_grad24(into, lost, source, adding=is_added)
+    return kernels.accumulate_grad(into, source) if is_added else kernels.copy_grad(into, source)
 
 
 # ---- the stand-in ----------------------------------------------------------------------------------------------------
@@ -487,6 +515,26 @@ class TimedStandin(StandinDevice):
 
     def mark(self) -> Event:
         return self.clock.mark()
+
+    def host_sums(self, areas: Sequence[torch.Tensor]) -> Callable[..., tuple[Event, Event, Any]] | None:
+        """Adds at once, and is over when copies through so many areas and the host behind them would be."""
+        free: deque[Event] = deque([DONE] * len(areas), len(areas))
+
+        def land(
+            source: torch.Tensor, into: torch.Tensor, lost: torch.Tensor | None, piece: int, is_added: bool
+        ) -> tuple[Event, Event, Any]:
+            sums = _kept(source, into, lost, is_added)
+            of_plane = into.element_size() + (0 if lost is None else lost.element_size())
+            left = landed = self.clock.mark()
+            for start in range(0, source.numel(), piece):
+                part = source[start : start + piece]
+                left = self.clock.copy("d2h", "evict", part.nbytes, [self.clock.mark(), free[0]], 0.0)
+                touched = part.nbytes + part.numel() * of_plane * (1 + is_added)
+                landed = self.clock.add_on_host("sum", touched, left)
+                free.append(landed)
+            return left, landed, SimpleNamespace(sums=lambda: sums)
+
+        return land
 
     def make_window(self, num_bytes: int) -> Window:
         if self.frames is None:

@@ -296,6 +296,27 @@ def sum_grad24(hi: Tensor, lo: Tensor, src: Tensor, *, adding: bool) -> Sums:
     return list(reference.sum_grad24(hi, lo, src, adding))
 
 
+def host_sums(areas: Sequence[Tensor]) -> Any:
+    """For `land_by_host`, through these areas of page-locked memory of one size; None without native code or driver."""
+    try:
+        return _native.HostSums([area.data_ptr() for area in areas], areas[0].nbytes)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def land_by_host(
+    through: Any, copying: int, adding: int, src: Tensor, dst: Tensor, lo: Tensor | None, piece: int, is_added: bool
+) -> Any:
+    """Give two streams of CUDA, one that copies and one that calls the host, all of `copy_grad`, `accumulate_grad` or
+    `sum_grad24` (with `lo`) of a CUDA tensor, `piece` elements at a time. Nobody waits: memory stays until the second
+    stream has come so far, and then `sums()` of what is returned gives the sums, or raises what went wrong on the host.
+    Raises RuntimeError if CUDA refuses: what it was given before is under way.
+    """
+    isa = _isas["scalar"] if _isa is None else _isa  # CUDA can call no reference; the bits are the same
+    at = copying, adding, src.data_ptr(), _dtypes[src.dtype], src.numel(), piece, dst.data_ptr(), _dtypes[dst.dtype]
+    return through.land(isa, *at, 0 if lo is None else lo.data_ptr(), is_added)
+
+
 def sum_squares(src: Tensor) -> Sums:
     """The sums of squares of an fp32, bf16 or fp16 tensor: one float per NORM_TILE elements, none if it is empty.
 

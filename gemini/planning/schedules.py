@@ -556,9 +556,9 @@ class _Overlap:
         self._due: dict[int, int] = {}  # updates that the thread which launches has not waited for
 
         self._landed: dict[int, list[int]] = {}  # by chunk, gradients that no update has used
-        self._landing: deque[tuple[int, int]] = deque()  # gradients on their way: (the end of the landing, bytes)
+        self._landing: deque[tuple[int, int]] = deque()  # gradients on their way: (when they have left, bytes)
         self._room = work.landing_room
-        self._landed_here: list[int] = []  # by the host that computes, since the last moment
+        self._landed_here: list[int] = []  # what the next moment waits for: landed by the host that computes, or room
 
         self._waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
         # On their way: the same, the oldest first; and those that come, by the moments that ask for them, behind the
@@ -601,11 +601,10 @@ class _Overlap:
             self._leaving.append(self._waiting[-1])
         for landing in self._work.landings(adding=now.batch > 0)[now.number]:
             self._land(landing, now)
-        while self._room < 0 and self._landing:  # whoever launches waits until there is room for what has come
+        while self._room < 0 and self._landing:  # what is computed next has the room of the oldest ones
             end, num_bytes = self._landing.popleft()
             self._room += num_bytes
-            waits = self._launched if self._launches else self._landed_here
-            waits.append(end)
+            self._landed_here.append(end)
         if self._clipping and now.at % self.per_step == self.per_step - 1:  # the norm needs every gradient
             self._update_all(now)
 
@@ -666,9 +665,10 @@ class _Overlap:
         if self._work.problem.compute is Tier.CPU and all(hop.boundary is None for hop in landing.hops):
             self._landed_here += tasks[-1:]
         elif tasks:
-            num_bytes = landing.hops[0].num_bytes
-            self._landing.append((tasks[-1], num_bytes))
-            self._room -= num_bytes
+            # What the host adds has left before that. Ranks, and files, keep their gradients until all is over.
+            has_left = landing.hops[-1].queue == "host" and self._work.ranks == 1
+            self._landing.append((tasks[-2:][0] if has_left else tasks[-1], landing.hops[0].num_bytes))
+            self._room -= landing.hops[0].num_bytes
         self._landed.setdefault(landing.chunk, []).extend(tasks[-1:] or self._computed[-1:])
         if landing.is_last and now.batch == self._plan.accumulate - 1 and not self._clipping:
             self._update(landing.chunk, now, now.number, self._landed.pop(landing.chunk))

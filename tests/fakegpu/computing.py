@@ -159,6 +159,11 @@ def host_uses(tensor: Tensor, name: str, *, writes: bool) -> None:
         _runtime.fake_host_use(tensor.data_ptr(), _extent(tensor), int(writes), name.encode())
 
 
+def stream_uses(stream: int, tensor: Tensor, name: str, *, writes: bool) -> None:
+    """What a stream was given last uses a tensor of the host."""
+    _runtime.fake_use(stream, tensor.data_ptr(), _extent(tensor), int(writes), name.encode())
+
+
 def _extent(tensor: Tensor) -> int:
     """Bytes from the first element to the end of the last."""
     if tensor.numel() == 0:

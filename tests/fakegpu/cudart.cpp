@@ -102,13 +102,14 @@ struct Engine {
     }
 };
 
-enum { kInbound, kOutbound, kCompute, kBlocked, kEngines };
+enum { kInbound, kOutbound, kCompute, kBlocked, kHost, kEngines };
 constexpr int kThreads = 64;
 struct Times {
     bool on = false;
     double rates[2] = {0, 0}, latency = 0, call = 0, starved = 0, computed = 0;
     double now[kThreads] = {};
-    Engine engines[kEngines];  // the last one: when a call of the runtime has blocked thread 0
+    Engine engines[kEngines];  // kBlocked: when a call of the runtime has blocked thread 0
+    double host_seconds = 0, last_copied = 0;  // what the host takes for each byte that was copied before it is called
 
 } times;
 thread_local int host_thread = 0;
@@ -151,8 +152,11 @@ struct Stream {
         } else if (engine == kCompute) {
             if (times.computed > 0) times.starved += std::max(0.0, now() - times.computed);
             times.computed = std::max(times.computed, at = times.engines[engine].place(ready, seconds, 0));
+        } else if (engine == kHost) {
+            at = times.engines[engine].place(ready, times.host_seconds * times.last_copied, 0);
         } else {
             at = times.engines[engine].place(ready, times.latency + num_bytes / times.rates[engine], num_bytes);
+            times.last_copied = num_bytes;
         }
     }
     void tick() {
@@ -520,6 +524,7 @@ FACE void fake_move(int number, double to) {
     Guard guard(lock);
     times.now[number % kThreads] = to;
 }
+FACE void fake_host_seconds(double of_byte) { times.host_seconds = of_byte; }
 FACE void fake_next_launch(double seconds) { next_launch = seconds; }
 FACE double fake_starved() { return times.starved; }
 FACE double fake_over_at(void* event) {
@@ -847,7 +852,14 @@ FACE cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t
 }
 FACE cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t call, void* with) {
     Guard guard(lock);
-    return stream_of(handle).give({nullptr, [=] { call(with); }}), cudaSuccess;
+    Stream& stream = stream_of(handle);
+    stream.tick();
+    stream.takes(kHost, 0, 0);
+    ++counts["calls of the host"];
+    note(stream, "a call of the host", 0);
+    stream.give({nullptr, [=] { call(with); }});
+    play();
+    return cudaSuccess;
 }
 FACE cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
     return *status = cudaStreamCaptureStatusNone, cudaSuccess;

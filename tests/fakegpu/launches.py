@@ -17,8 +17,9 @@ from typing import Any
 from gemini import kernels
 from gemini.kernels import COMPACT_BLOCK, NORM_BLOCK, NORM_TILE, Arrays, nvrtc
 from gemini.kernels.cuda import CudaKernels
+from gemini.memory.devices.cuda import CudaDevice
 from gemini.train import engine
-from tests.fakegpu.computing import Computing, alias, host_uses, launch
+from tests.fakegpu.computing import Computing, alias, host_uses, launch, stream_uses
 from tests.native.emulated_cuda import doing, function_of, launch_in, library
 
 _HOST = {
@@ -145,6 +146,16 @@ def install() -> None:
     kernels._cuda = CudaKernels(FakeDriver())
     for name, written in _HOST.items():
         setattr(kernels, name, _watched(name, getattr(kernels, name), written))
+    land = CudaDevice._land_by_host
+
+    def told_land(device: CudaDevice, through: Any, areas: Any, source: Any, into: Any, lost: Any, *how: Any) -> Any:
+        told = land(device, through, areas, source, into, lost, *how)
+        for plane in (into, lost):  # by calls of the host, of which the runtime sees no more than when they come
+            if plane is not None:
+                stream_uses(device._copying["sum"].stream.cuda_stream, plane, "a sum of the host", writes=True)
+        return told
+
+    CudaDevice._land_by_host = told_land  # type: ignore[method-assign]
     without_modes = engine._disable_current_modes
 
     @contextmanager

@@ -40,3 +40,20 @@ FACE int cuLaunchKernel(const char* function, unsigned x, unsigned y, unsigned z
     if (!x || y != 1 || z != 1 || threads != 256 || y_threads != 1 || z_threads != 1 || shared || more) return 1;
     return run_kernel(function, x, arguments);
 }
+
+// Streams and events are the runtime's.
+#define AS_RUNTIME(name, types, ...) \
+    int (*call) types = (int (*) types)dlsym(RTLD_DEFAULT, name); \
+    return call ? call(__VA_ARGS__) : 100
+FACE int cuEventCreate(void** event, unsigned flags) { AS_RUNTIME("cudaEventCreateWithFlags", (void**, unsigned), event, flags); }
+FACE int cuEventDestroy_v2(void* event) { AS_RUNTIME("cudaEventDestroy", (void*), event); }
+FACE int cuEventRecord(void* event, void* stream) { AS_RUNTIME("cudaEventRecord", (void*, void*), event, stream); }
+FACE int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+    AS_RUNTIME("cudaStreamWaitEvent", (void*, void*, unsigned), stream, event, flags);
+}
+FACE int cuMemcpyDtoHAsync_v2(void* into, size_t source, size_t size, void* stream) {
+    AS_RUNTIME("cudaMemcpyAsync", (void*, size_t, size_t, int, void*), into, source, size, 2, stream);
+}
+FACE int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
+    AS_RUNTIME("cudaLaunchHostFunc", (void*, void (*)(void*), void*), stream, function, data);
+}

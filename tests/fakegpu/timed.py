@@ -26,7 +26,10 @@ _runtime.fake_move.argtypes = [ctypes.c_int, ctypes.c_double]
 _runtime.fake_spans.restype = ctypes.c_size_t
 _runtime.fake_spans.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
 
-_ENGINES = "h2d", "d2h", "compute", "blocked"
+_runtime.fake_host_seconds.argtypes = [ctypes.c_double]
+_runtime.fake_host_seconds.restype = None
+
+_ENGINES = "h2d", "d2h", "compute", "blocked", "sum"
 
 
 class RuntimeThread(TimedThread):
@@ -83,6 +86,7 @@ class RuntimeClock(VirtualClock):
     def running(self) -> Iterator[VirtualClock]:
         clock, wait, is_complete = self, CudaEvent.wait, CudaEvent.is_complete
         copy, mark, fetch = CudaDevice.copy, CudaDevice.mark, CudaKernels.fetch
+        land = CudaDevice._land_by_host
 
         def timed_wait(event: CudaEvent) -> None:
             clock.until(_runtime.fake_over_at(event._event.cuda_event), event.what)
@@ -101,6 +105,14 @@ class RuntimeClock(VirtualClock):
 
             return timed_call
 
+        def timed_land(
+            device: CudaDevice, through: Any, areas: Any, source: Any, into: Any, lost: Any, piece: int, is_added: bool
+        ) -> Any:
+            of_plane = into.element_size() + (0 if lost is None else lost.element_size())
+            touched = 1 + of_plane * (1 + is_added) / source.element_size()
+            _runtime.fake_host_seconds(touched / clock.rates.host)
+            return land(device, through, areas, source, into, lost, piece, is_added)
+
         def timed_fetch(*args: Any) -> list[float]:
             numbers = fetch(*args)
             clock.arrive()  # the runtime has moved this thread on
@@ -109,6 +121,7 @@ class RuntimeClock(VirtualClock):
         CudaEvent.wait, CudaEvent.is_complete = timed_wait, timed_look  # type: ignore[method-assign]
         CudaKernels.fetch = timed_fetch  # type: ignore[method-assign]
         CudaDevice.copy, CudaDevice.mark = alone(copy), alone(mark)  # type: ignore[method-assign]
+        CudaDevice._land_by_host = alone(timed_land)  # type: ignore[method-assign]
         computing.seconds_of = self._seconds_of
         try:
             with super().running():
@@ -116,6 +129,7 @@ class RuntimeClock(VirtualClock):
         finally:
             CudaEvent.wait, CudaEvent.is_complete = wait, is_complete  # type: ignore[method-assign]
             CudaDevice.copy, CudaDevice.mark = copy, mark  # type: ignore[method-assign]
+            CudaDevice._land_by_host = land  # type: ignore[method-assign]
             CudaKernels.fetch = fetch  # type: ignore[method-assign]
             computing.seconds_of = None
             _runtime.fake_clock(0, 0, 0, 0)

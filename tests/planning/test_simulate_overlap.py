@@ -166,3 +166,12 @@ def test_computing_waits_for_gradients_only_where_there_is_no_room_for_them() ->
     assert free.step_seconds == pytest.approx(tight.step_seconds, rel=0.01), "the link is what takes time"
     last = [max(span.stop for span in of.spans if span.name.startswith("backward")) for of in (tight, free)]
     assert last[1] == pytest.approx(LAYERS * 30 * MS, rel=0.01) and last[0] > last[1] + 3 * 40 * MS
+
+
+def test_computing_waits_for_the_copy_of_a_gradient_and_not_for_the_host_that_adds_it() -> None:
+    """The host takes 60 ms a layer and more, beside 20 ms of computing; copies take none, and there is no room."""
+    hardware = machine(d2h=1e18, h2d=1e18, update_cpu=1e-15, land_cpu=60 * MS / NUMEL)
+    timeline = overlapped(on_gpu(gradients="accumulate", accumulate=2), hardware, clipping=True)
+    last = max(span.stop for span in timeline.spans if span.name.startswith("backward"))
+    assert last == pytest.approx(2 * LAYERS * 30 * MS, rel=0.01)
+    assert timeline.step_seconds > last + LAYERS * 60 * MS

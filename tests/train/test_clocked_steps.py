@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from gemini.memory.devices.device import Event
 from gemini.tiers import Tier
 from gemini.train.gradients.store import HOLDER, GradientStore
-from tests.clocked_steps import CASES, INSIDE, RTX4090, Case, clocked
+from tests.clocked_steps import CASES, GUESSED, INSIDE, RTX4090, Case, clocked
 from tests.virtual_time import TimedEvent, TimedStandin
 
 
@@ -42,32 +43,50 @@ def test_a_kept_block_leaves_and_comes_back_while_others_compute(kept: int, tmp_
         assert told.timeline.stalls["activation"] > 0
 
 
+@pytest.mark.parametrize(("batches", "how"), [(1, {}), (2, {}), (2, GUESSED)])
 def test_without_room_for_all_gradients_of_a_backward_the_device_waits_for_those_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batches: int, how: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of backward is launched at once, and the link is slower than it. On the device's time line gradients take no
-    more than the budget has for them: what is computed next comes behind the copy of the oldest.
+    more than the budget has for them: what is computed next comes behind the copy of the oldest, also where the host
+    adds them up.
     """
-    copy, leave = TimedStandin.copy, GradientStore._leave
+    copy, host_sums, leave = TimedStandin.copy, TimedStandin.host_sums, GradientStore._leave
     alive, held = list[tuple[float, float, int]](), [0]
+
+    def note(computed: Event, left: Event, source: torch.Tensor) -> None:
+        assert isinstance(left, TimedEvent) and isinstance(computed, TimedEvent)
+        alive.append((computed.at, left.at, source.nbytes))
 
     def watched_copy(device: TimedStandin, into: torch.Tensor, source: torch.Tensor, stream: str, **how: Any) -> Event:
         computed = device.clock.mark()
         event: Event = copy(device, into, source, stream, **how)
         if stream == "evict":
-            assert isinstance(event, TimedEvent) and isinstance(computed, TimedEvent)
-            alive.append((computed.at, event.at, source.nbytes))
+            note(computed, event, source)
         return event
+
+    def watched_sums(device: TimedStandin, areas: Sequence[torch.Tensor]) -> Any:
+        land = host_sums(device, areas)
+        assert land is not None
+
+        def watched_land(source: torch.Tensor, *how: Any) -> Any:
+            computed = device.clock.mark()
+            begun = land(source, *how)
+            note(computed, begun[0], source)
+            return begun
+
+        return watched_land
 
     def watched_leave(store: GradientStore, *args: Any) -> None:
         leave(store, *args)
         held[0] = max(held[0], store._ledger.held(Tier.GPU, HOLDER))
 
     monkeypatch.setattr(TimedStandin, "copy", watched_copy)
+    monkeypatch.setattr(TimedStandin, "host_sums", watched_sums)
     monkeypatch.setattr(GradientStore, "_leave", watched_leave)
-    told = clocked(Case("rtx4090", 8 * 2**30, 1024, layers=3), tmp_path)
+    told = clocked(Case("rtx4090", 8 * 2**30, 1024, batches, how, layers=3), tmp_path)
     assert told.blocked == 0 and told.predicted == pytest.approx(told.clocked, rel=0.05)
-    whole = sum(num_bytes for *_, num_bytes in alive) // 3
+    whole = sum(num_bytes for *_, num_bytes in alive) // (3 * batches)
     at_once = max(sum(n for start, stop, n in alive if start <= at < stop) for at, *_ in alive)
     assert 0 < held[0] < whole, "there was room for all of them"
     assert at_once <= held[0]

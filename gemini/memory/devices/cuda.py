@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,16 +180,7 @@ class CudaDevice(Device):
         if after is not None and not isinstance(after, CudaEvent):
             after.wait()  # of the host: nothing on the GPU could wait for it
         with self.lock, torch.cuda.device(self.torch_device):
-            if stream not in self._copying:
-                self._copying[stream] = CopyStream(self.new_stream(), deque())
-            on, in_flight = self._copying[stream]
-            # References to what was copied go here, and not when copies end: nobody is told of that.
-            while in_flight and in_flight[0][0].is_complete():
-                in_flight.popleft()
-            # What is copied out may still be computed, and what is copied over may still be read.
-            if behind_computing:
-                for computing in self.computing_streams():
-                    on.wait_event(computing.record_event())
+            on, in_flight = self._copy_stream(stream, behind_computing=behind_computing)
             if isinstance(after, CudaEvent):
                 after.hold_back(on)
             windows = [self._windows.get(_storage(tensor)) if tensor.is_cuda else None for tensor in (into, source)]
@@ -211,6 +203,43 @@ class CudaDevice(Device):
             # The engines read and write host memory after this returns; nothing but these references keeps it there.
             in_flight.append((event, [tensor for tensor in (into, source) if not tensor.is_cuda]))
         return event
+
+    def _copy_stream(self, name: str, *, behind_computing: bool) -> CopyStream:
+        """The copy stream of that name, behind what was given to compute before or not. Under the lock."""
+        if name not in self._copying:
+            self._copying[name] = CopyStream(self.new_stream(), deque())
+        on, in_flight = self._copying[name]
+        # References to what was copied go here, and not when copies end: nobody is told of that.
+        while in_flight and in_flight[0][0].is_complete():
+            in_flight.popleft()
+        # What is copied out may still be computed, and what is copied over may still be read.
+        if behind_computing:
+            for computing in self.computing_streams():
+                on.wait_event(computing.record_event())
+        return self._copying[name]
+
+    def host_sums(self, areas: Sequence[torch.Tensor]) -> Callable[..., tuple[Event, Event, Any]] | None:
+        with self.lock, torch.cuda.device(self.torch_device):
+            self._copy_stream("sum", behind_computing=True)  # the context is this thread's from here on
+            # A copy to memory that is not registered would be waited for where it is begun.
+            through = kernels.host_sums(areas) if all(map(self.copies_beside, areas)) else None
+        return None if through is None else partial(self._land_by_host, through, areas)
+
+    def _land_by_host(
+        self, through: Any, areas: Sequence[torch.Tensor], source: torch.Tensor, *how: Any
+    ) -> tuple[Event, Event, Any]:
+        with self.lock, torch.cuda.device(self.torch_device):
+            leaving, _ = self._copy_stream("evict", behind_computing=True)
+            adding, in_flight = self._copy_stream("sum", behind_computing=False)
+            try:
+                sums = kernels.land_by_host(through, leaving.cuda_stream, adding.cuda_stream, source, *how)
+            except BaseException:
+                # What it was given before is under way, in memory that the caller may let go of now.
+                self.synchronize()
+                raise
+            landed = CudaEvent(self.torch_device, adding, "a sum of gradients")
+            in_flight.append((landed, [*areas, *(memory for memory in how if isinstance(memory, torch.Tensor))]))
+            return CudaEvent(self.torch_device, leaving, "a copy"), landed, sums
 
     def mark(self) -> Event:
         with self.lock, torch.cuda.device(self.torch_device):

@@ -175,6 +175,15 @@ class Device(ABC):
         stream comes behind that. Then memory of a GPU is free as soon as he does, else behind all copies given before.
         """
 
+    def host_sums(self, areas: Sequence[torch.Tensor]) -> Callable[..., tuple[Event, Event, Any]] | None:
+        """What lands gradients that the host has to add, through these areas of host memory, which nobody else uses.
+        Called with one, its plane on the host, what rounding has lost there or None, the elements of a piece, and
+        whether to add, it gives all copies and calls of the host to the device, in order and behind what was computed:
+        when the gradient may go, when it is there, and what then has its ``sums()``, or raises what went wrong. None
+        where only a thread can wait for each copy.
+        """
+        return None
+
     def beside(self, name: str) -> AbstractContextManager[None]:
         """Give what the calling thread computes inside to a stream of that name, which ``mark()`` and
         ``Event.wait_on_device()`` inside are about. It is no computing stream for :meth:`copy`, nor for windows, which

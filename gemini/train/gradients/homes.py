@@ -41,9 +41,6 @@ class GradientHomes:
         self._files, self._transfers = store.files, store.transfers
         self._rounds = False
 
-    def _await_landings(self) -> None:
-        self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
-
     def promote(self, chunks: list[Chunk]) -> None:
         """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none. Raises BudgetExceeded if there is no
         room (what was retained is as it was, and so is the ledger), and StorageError if the disk fails: every gradient
@@ -53,7 +50,7 @@ class GradientHomes:
         if not narrow or self._rounds:
             return
         # Landings under way write to the planes that are replaced.
-        self._await_landings()
+        self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
         self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
         try:
@@ -108,7 +105,7 @@ class GradientHomes:
         """Put sums on the device in the place of a chunk's gradients; of what adds up at home, if there is room."""
         tier, num_bytes = self._device.tier, 4 * _grad_numel(chunk)
         chunk.settle()  # an update of the step before may still read them
-        self._await_landings()
+        self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
         with WHOLE:
             if not adds_up(chunk):
                 self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of the gradients of a stage")

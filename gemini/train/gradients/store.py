@@ -4,7 +4,8 @@ Sums of squares are made on the way, over fixed tiles, so the same bits come out
 
     within reach     the plane is where modules compute: copied or added there, at once
     straight         it leaves the device as it is: summed up there, and one copy into its plane that nobody waits for
-    through staging  the host has to add it, or to write a file: tile by tile on a worker, the next tiles on their way
+    by the host      it has to be added: copied through staging, and the device calls the host behind each copy
+    through staging  a file has it, or the device cannot call the host: tile by tile on a worker
 
 What leaves the device keeps its bytes there in the ledger until it has landed, or until others need them and the
 device comes behind the copy. Backward waits for none of it: an update takes the events of its chunk's landings along,
@@ -15,9 +16,8 @@ when somebody asks first.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -26,8 +26,8 @@ from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.ledger import WELCOME, Turn, Want
 from gemini.memory.chunks.chunk import Chunk, Plane
-from gemini.memory.devices.device import DONE, Event
-from gemini.memory.movement.mover import Mover, StagingSet, Working, tiles
+from gemini.memory.devices.device import DONE, AllOf, Event
+from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.movement.transfers import Held, Lane, Transfer
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS
@@ -61,12 +61,13 @@ def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
     )
 
 
-class _Straight(Transfer):
-    """A gradient on its way home by one copy, begun on ``stream``. The device reads ``grad`` until that is over."""
+class _Flight(Transfer):
+    """A gradient whose copies the device has been given, by who computes on ``stream``: it is read until ``left``."""
 
     def __init__(self, chunk: Chunk, grad: torch.Tensor, held: Held, stream: int):
         super().__init__(Lane.LANDING, of=chunk)
         self.grad, self.held, self.stream = [grad], held, stream
+        self.left: Event = DONE
 
     def give_back(self) -> None:
         # The memory before its bytes: who finds these free allocates.
@@ -76,17 +77,42 @@ class _Straight(Transfer):
     def give_way(self) -> None:
         """Let what is computed from here on come behind the copy, and have the memory, which no other stream gets."""
         with WHOLE:
-            self.copies.wait_on_device()
+            self.left.wait_on_device()
             self.give_back()
 
 
+class _Summed(Event):
+    """The end of what the host adds up, with what ``Device.host_sums`` gives. Who knows it is over finds ``sums``."""
+
+    def __init__(self, handle: ParamHandle, sums: kernels.Sums, left: Event, landed: Event, found: Any):
+        super().__init__()
+        self._handle, self._sums, self._left, self._landed, self._found = handle, sums, left, landed, found
+
+    def is_complete(self) -> bool:
+        if not (self._left.is_complete() and self._landed.is_complete()):  # who records notes the first
+            return False
+        with contextlib.suppress(GeminiError):
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        try:
+            self._landed.wait()
+            # In place, by any thread, and always the same: by now the gradient may be that of an update.
+            self._sums[:] = self._found.sums()
+        except Exception as e:
+            # What there is of it may be torn, and what was added since with it: it has no gradient now.
+            self._handle.norm_sums = None
+            raise GeminiError(f"the gradient of {self._handle.name!r} did not land: {e}") from e
+
+
 class _GradPlace(NamedTuple):
-    """The place of a param's gradient in the planes of its chunk: one of ``view`` and ``home``, or through staging."""
+    """The place of a param's gradient in the planes of its chunk: ``view``, or one that it leaves the device for."""
 
     view: torch.Tensor | None = None  # in the plane, where the device computes with it
-    lost: torch.Tensor | None = None  # what rounding a sum to view loses, where that is kept
-    home: torch.Tensor | None = None
-    """In the plane, where the device copies to it and what leaves the device is just what it holds."""
+    lost: torch.Tensor | None = None  # what rounding a sum to view or summed loses, where that is kept
+    home: torch.Tensor | None = None  # in the plane, where that holds what leaves the device, which copies to it
+    summed: torch.Tensor | None = None  # in the plane, where the host reaches all of it
 
 
 class GradientStore:
@@ -106,7 +132,11 @@ class GradientStore:
         """Whether gradients leave the device behind backward; else each is waited for."""
         self._staging = store.transfers.staging.get(Lane.LANDING)
         """Where those land that the host works on; without it each of them is waited for."""
-        self._number = 0  # of landings by the worker, for their order
+        self._by_worker: Event = DONE  # the last landing by the worker: nothing else uses that staging meanwhile
+        self._land_by_host: Any = None
+        if (own := self._staging) is not None:
+            areas = [own.scratch(number, torch.float32, own.tile) for number in range(own.num_scratch)]
+            self._land_by_host = store.device.host_sums(areas)
         self.landing = store.transfers.open[Lane.LANDING]  # gradients on their way
         store.ledger.register(Turn.LANDINGS, self.relieve, store.device.tier)
         self.synchronous = False  # whether gradients land at once: a MemoryTracer sets it, so that live bytes are exact
@@ -132,33 +162,37 @@ class GradientStore:
         place = handle.chunk.prepared.get(handle)
         if place is None:
             place = handle.chunk.prepared[handle] = self._place_of(handle)
-        view, lost, home = place
-        if view is None:
-            self._leave(handle, flat, home, adding)
-        elif lost is not None or adding:
-            handle.norm_sums = _keep(view, lost, flat, adding)
+        if place.view is None:
+            self._leave(handle, flat, place, adding)
+        elif place.lost is not None or adding:
+            handle.norm_sums = _keep(place.view, place.lost, flat, adding)
         else:
-            handle.norm_sums = kernels.copy_grad(view, flat)
+            handle.norm_sums = kernels.copy_grad(place.view, flat)
 
     def _place_of(self, handle: ParamHandle) -> _GradPlace:
-        chunk, start = handle.chunk, handle.slot.start
-        view, lost = self._views(chunk, start, start + handle.slot.numel)
-        home = chunk.planes[GRAD].host_view(start, start + handle.slot.numel)
-        # Its planes hold something else than the gradient, or a copy there would be waited for where it is begun.
-        if home is None or GRAD_ERROR in chunk.planes or home.dtype != handle.view.dtype or not handle.slot.numel:
+        chunk, start, stop = handle.chunk, handle.slot.start, handle.slot.stop
+        view, lost = self._views(chunk, start, stop)
+        if view is not None or not handle.slot.numel:
             return _GradPlace(view, lost)
-        return _GradPlace(view, lost, home if self._device.copies_beside(home) else None)
+        home, *rest = [plane.host_view(start, stop) for plane in _grad_planes(chunk)]
+        if home is None or None in rest:
+            return _GradPlace()
+        # Its planes hold just the gradient, and a copy there is not waited for where it is begun.
+        is_same = not rest and home.dtype == handle.view.dtype and self._device.copies_beside(home)
+        return _GradPlace(None, rest[0] if rest else None, home if is_same else None, home)
 
-    def _leave(self, handle: ParamHandle, flat: torch.Tensor, home: torch.Tensor | None, adding: bool) -> None:
+    def _leave(self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool) -> None:
         """Land a gradient that leaves the device, or whose planes are not both there."""
         if self.landing:
             self._reap()
         chunk = handle.chunk
         # Where no kernel leaves sums on the device, only the host makes them without being waited for.
-        if home is not None and not adding and (flat.is_cpu or kernels.leaves_sums_there(flat)):
+        straight = place.home is not None and not adding and (flat.is_cpu or kernels.leaves_sums_there(flat))
+        by_host = place.summed is not None and self._land_by_host is not None and self._by_worker.is_complete()
+        if straight or by_host:
             with WHOLE:  # what is reserved, and held by nothing yet, would stay taken
                 behind = self._is_held(chunk, flat)
-                landing = self._leave_straight(handle, flat, home, behind=behind)
+                landing = self._begin_flight(handle, flat, place, adding, straight=straight, behind=behind)
             if not behind:
                 landing.give_way()
                 if self.synchronous or not self._behind:
@@ -171,40 +205,47 @@ class GradientStore:
                     return
         if adding:
             self.await_sums()  # it adds to what the worker may still be adding to
-        handle.norm_sums = self._land_staged(chunk, flat, handle.slot.start, adding)
+        handle.norm_sums = self.land_piece(chunk, flat, handle.slot.start, adding)
 
     def _is_held(self, chunk: Chunk, flat: torch.Tensor) -> bool:
         """Whether a gradient may land behind backward: then its bytes are reserved."""
-        leaves = chunk.planes[GRAD].tier is not self._device.tier
         return (
-            leaves
+            chunk.planes[GRAD].tier is not self._device.tier
             and self._behind
             and not self.synchronous
             and self._ledger.reserve_if_room(self._device.tier, flat.nbytes, HOLDER, _LANDING)
         )
 
-    def _leave_straight(
-        self, handle: ParamHandle, flat: torch.Tensor, home: torch.Tensor, *, behind: bool
-    ) -> _Straight:
-        """Sum up a gradient where it is, and begin to copy it home. ``behind``: its bytes are reserved."""
-        index = handle.chunk.spec.index
+    def _begin_flight(
+        self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool, *, straight: bool, behind: bool
+    ) -> _Flight:
+        """Let a gradient go home ``straight``, or through the host. ``behind``: its bytes are reserved."""
         held = Held(self._ledger, self._device.tier, flat.nbytes if behind else 0, HOLDER)
-        landing = _Straight(handle.chunk, flat, held, self._device.stream_number())
+        flight = _Flight(handle.chunk, flat, held, self._device.stream_number())
+        into: Any = place.home if straight else place.summed
+        landed: list[Any] = []
+
+        def by_host() -> Event:
+            piece = self._mover.tile * 4 // flat.element_size()  # an area has room for fp32
+            left, *landed[:] = self._land_by_host(flat, into, place.lost, piece, adding)
+            return left
+
+        # Kept by the landing: on a GPU its memory is free with it, and not behind whatever is copied later.
+        begin = partial(self._device.copy, into, flat, "evict", kept=True) if straight else by_host
         try:
-            sums = kernels.sum_squares(flat)
+            sums: kernels.Sums = kernels.sum_squares(flat) if straight else []
             with WHOLE:
-                # Kept by the landing: on a GPU its memory is free with it, and not behind whatever is copied later.
-                copy = partial(self._device.copy, home, flat, "evict", kept=True)
-                landing.copies = self._mover.under_way(
-                    Tier.GPU, Tier.CPU, flat.nbytes, copy, f"land gradients of chunk {index}", index
-                )
-                self._transfers.add(landing)
+                index, way = handle.chunk.spec.index, (Tier.GPU, Tier.CPU)
+                flight.left = self._mover.under_way(*way, flat.nbytes, begin, f"land gradients of chunk {index}", index)
+                flight.copies = _Summed(handle, sums, flight.left, *landed) if landed else flight.left
+                self._transfers.add(flight)
                 handle.norm_sums = sums
         except BaseException:
-            if landing.copies is DONE:  # never begun
-                landing.give_back()
+            if flight.left is DONE:  # never begun
+                flight.give_back()
+                handle.norm_sums = None  # what there is of it may be torn
             raise
-        return landing
+        return flight
 
     def _leave_to_worker(self, handle: ParamHandle, flat: torch.Tensor, adding: bool) -> None:
         """Let the lane's thread land a gradient, whose bytes are reserved."""
@@ -213,9 +254,12 @@ class GradientStore:
         # Now: behind it the gradient is there. Its copies wait for this and not for what is computed afterwards.
         written, before = self._device.mark(), handle.norm_sums
         sums: kernels.Sums = []
+        # They have the staging until they are over, and the sums of what this may add to.
+        flights = AllOf([flight.copies for flight in self.landing.values() if isinstance(flight, _Flight)])
 
         def land() -> None:
             try:
+                flights.wait_until_over()
                 # Landings are in order, so the one that this adds to is over, and has left sums if it went well.
                 if adding and not before:
                     raise GeminiError(f"the gradient of {handle.name!r} that this one adds to has not landed")
@@ -228,12 +272,11 @@ class GradientStore:
                     handle.norm_sums = None
                 raise
 
-        self._number += 1
         # A param that has a gradient and no landing would be updated with what its plane had before.
         with WHOLE:
             handle.norm_sums = sums  # it is there; its sums come with it
-            # In the order of arrival.
-            self._transfers.begin(Lane.LANDING, land, self._number, of=chunk, held=held)
+            # All as urgent: in the order of arrival.
+            self._by_worker = self._transfers.begin(Lane.LANDING, land, of=chunk, held=held)
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The views in which gradients land, and what rounding loses; None where the device does not reach them."""
@@ -263,14 +306,13 @@ class GradientStore:
         if self._reap():
             return True
         holding = [one for one in self.landing.values() if one.held and one.held.num_bytes and not one.is_over()]
-        for straight in holding:
-            if isinstance(straight, _Straight) and straight.stream == self._device.stream_number():
-                straight.give_way()
+        for flight in holding:
+            if isinstance(flight, _Flight) and flight.stream == self._device.stream_number():
+                flight.give_way()
                 return True
-        for waiting in holding[:1]:
-            if error := self._transfers.wait(waiting, *WAIT_FOR_LANDING):
-                raise error
-            self._reap()
+        if holding and (error := self._transfers.wait(holding[0], *WAIT_FOR_LANDING)):
+            raise error
+        self._reap()
         return bool(holding)
 
     def knows_sums(self, handles: list[ParamHandle]) -> bool:
@@ -283,7 +325,8 @@ class GradientStore:
         StorageError and whatever else kept a gradient from landing.
         """
         for landing in list(self.landing.values()) if self.landing else ():
-            if landing.copies is DONE and self._transfers.wait(landing, *WAIT_FOR_LANDING):
+            by_host = landing.copies is DONE or isinstance(landing.copies, _Summed)
+            if by_host and self._transfers.wait(landing, *WAIT_FOR_LANDING):
                 self.drain()
 
     def drain(self) -> None:
@@ -300,7 +343,24 @@ class GradientStore:
         view, lost = self._views(chunk, at, at + flat.numel())
         if view is not None:
             return _keep(view, lost, flat, adding)
-        return self._land_staged(chunk, flat, at, adding, after)
+        # Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file.
+        # The same in every step, until the planes change.
+        planes = chunk.prepared.get(GRADS) or chunk.prepared.setdefault(GRADS, _grad_planes(chunk))
+        index = chunk.spec.index
+        crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
+        sums: kernels.Sums = []
+        with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
+            for start, stop in tiles(0, flat.numel(), self._mover.tile):
+                # A slice of all of it would be one more operation of torch's.
+                incoming = flat if stop - start == flat.numel() else flat[start:stop]
+                if crosses:
+                    incoming = self._bring_in(incoming, after)
+                parts, staged = self._on_host(planes, at + start, at + stop, loaded=adding)
+                # Tile by tile in order: the norm is a fixed tree over these sums.
+                sums += _keep(parts[0], parts[1] if len(parts) > 1 else None, incoming, adding)
+                for plane, end, tile in staged:
+                    self._mover.store([(plane, tile)], at + start, end)
+        return sums
 
     def own_part(self, handle: ParamHandle) -> torch.Tensor:
         """This rank's part of a gradient, flat, on the host: a copy; zeros where there is none."""
@@ -326,85 +386,38 @@ class GradientStore:
             zero = torch.zeros((), dtype=handle.chunk.planes[GRAD].dtype, device=self._device.torch_device)
             self.add_part(handle, zero.expand(handle.part.numel))
 
-    def _land_staged(
-        self, chunk: Chunk, flat: torch.Tensor, base: int, adding: bool, after: Event | None = None
-    ) -> kernels.Sums:
-        """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file.
-        While the host works on one tile the next ones are on their way.
-        """
-        index, staging = chunk.spec.index, self._mover.own_staging()
-        # The same in every step, until the planes change.
-        if GRADS not in chunk.prepared:
-            chunk.prepared[GRADS] = _through(chunk, staging)
-        planes, areas, is_outbound = chunk.prepared[GRADS]
-        crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
-        # An area has room for fp32: of what is narrower more than a tile comes at once, where it need not be staged.
-        piece = self._mover.tile if is_outbound else self._mover.tile * 4 // flat.element_size()
-        # Tiles that are not kept yet: on their way, each in an area of its own, or the one that is here.
-        coming: deque[tuple[int, int, torch.Tensor, Event]] = deque()
-        most = len(areas) if crosses else 1
-        sums: kernels.Sums = []
-        with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
-            try:
-                for number, (start, stop) in enumerate(tiles(0, flat.numel(), piece)):
-                    if len(coming) == most:
-                        sums += self._land_tile(staging, planes, base, coming, adding)
-                    # A slice of all of it would be one more operation of torch's.
-                    incoming, copied = flat if stop - start == flat.numel() else flat[start:stop], DONE
-                    if crosses:
-                        incoming, copied = self._begin_inbound(staging, areas[number % most], incoming, after)
-                    coming.append((start, stop, incoming, copied))
-                while coming:
-                    sums += self._land_tile(staging, planes, base, coming, adding)
-            except BaseException:
-                # Staging is used again: nothing may still be copied into it.
-                for *_, copied in coming:
-                    copied.wait_until_over()
-                raise
-        return sums
-
-    def _begin_inbound(
-        self, staging: StagingSet, area: int, part: torch.Tensor, after: Event | None
-    ) -> tuple[torch.Tensor, Event]:
-        """Start to copy a part of a gradient from the device into staging."""
-        inbound = staging.scratch(area, part.dtype, part.numel())
+    def _bring_in(self, part: torch.Tensor, after: Event | None) -> torch.Tensor:
+        """Copy a part of a gradient from the device into staging."""
+        inbound = self._mover.scratch(0, part.dtype, part.numel())
         # A worker's gradient is there behind `after`; what was computed since is more than this copy needs.
         behind = not self._mover.in_worker
         copy = partial(self._device.copy, inbound, part, "evict", after, behind_computing=behind, kept=True)
-        return inbound, self._mover.under_way(Tier.GPU, Tier.CPU, inbound.nbytes, copy, "land gradients", -1)
+        copied = self._mover.under_way(Tier.GPU, Tier.CPU, inbound.nbytes, copy, "land gradients", -1)
+        self._mover.own_staging().leaves(
+            0, copied
+        )  # an interrupt must not leave an area to others that it is copied to
+        copied.wait()
+        return inbound
 
-    def _land_tile(
-        self,
-        staging: StagingSet,
-        planes: list[Plane],
-        base: int,
-        coming: deque[tuple[int, int, torch.Tensor, Event]],
-        adding: bool,
-    ) -> kernels.Sums:
-        """Wait for the tile that was begun first, and keep it: its sums of squares."""
-        start, stop, incoming, copied = coming[0]
-        if copied is not DONE:
-            copied.wait()
+    def _on_host(
+        self, planes: list[Plane], start: int, stop: int, *, loaded: bool
+    ) -> tuple[list[torch.Tensor], list[tuple[Plane, int, torch.Tensor]]]:
+        """Elements of grad planes where the host works on them: all, and those in staging, ``loaded`` or not, which are
+        to be stored up to the ends that are given with them.
+        """
         parts: list[torch.Tensor] = []
         staged: list[tuple[Plane, int, torch.Tensor]] = []
         for number, plane in enumerate(planes, 1):
             # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
             end = start + plane.page_up(stop - start)
-            target = plane.host_view(base + start, base + end)
-            if target is None:
-                target = staging.scratch(number, plane.dtype, end - start)
-                if adding:
-                    self._mover.load(plane, base + start, base + end, target)
-                staged.append((plane, base + end, target))
-            parts.append(target[: stop - start])
-        # Tile by tile in order: the norm is a fixed tree over these sums.
-        sums = _keep(parts[0], parts[1] if len(parts) > 1 else None, incoming, adding)
-        for plane, end, target in staged:
-            # Waited for: the area is used again by the next tile.
-            self._mover.store([(plane, target)], base + start, end)
-        # Last: after an error it is still in the list, and waited for with the others.
-        coming.popleft()
-        return sums
+            tile = plane.host_view(start, end)
+            if tile is None:
+                tile = self._mover.scratch(number, plane.dtype, end - start)
+                if loaded:
+                    self._mover.load(plane, start, end, tile)
+                staged.append((plane, end, tile))
+            parts.append(tile[: stop - start])
+        return parts, staged
 
     def clip(self, handles: list[ParamHandle], coefficient: float) -> None:
         """Let the update scale the gradients of these params, beside the coefficient of the whole model."""
@@ -428,16 +441,11 @@ class GradientStore:
         self.drain()
         part, sums = handle.part, []
         planes = _grad_planes(handle.chunk)
-        for start, stop in tiles(0, part.numel, self._mover.tile):
-            ends = [part.start + start + plane.page_up(stop - start) for plane in planes]
-            own = [
-                self._mover.host_tile(number, plane, part.start + start, end)
-                for number, (plane, end) in enumerate(zip(planes, ends, strict=True), 1)
-            ]
-            sums += _scaled([tile[: stop - start] for tile, _ in own], handle.clip, self._mover)
-            for plane, end, (tile, is_staged) in zip(planes, ends, own, strict=True):
-                if is_staged:
-                    self._mover.store([(plane, tile)], part.start + start, end)
+        for start, stop in tiles(part.start, part.stop, self._mover.tile):
+            parts, staged = self._on_host(planes, start, stop, loaded=True)
+            sums += _scaled(parts, handle.clip, self._mover)
+            for plane, end, tile in staged:
+                self._mover.store([(plane, tile)], start, end)
         handle.norm_sums, handle.clip, handle.clip_folded = sums, 1.0, 1.0
 
     def start_over(self, *, alone: bool) -> None:
@@ -473,15 +481,6 @@ class GradientStore:
 
 def _grad_planes(chunk: Chunk) -> list[Plane]:
     return [chunk.planes[kind] for kind in GRADS if kind in chunk.planes]
-
-
-def _through(chunk: Chunk, staging: StagingSet) -> tuple[list[Plane], list[int], bool]:
-    """How gradients pass through staging: the planes, the areas in which tiles of gradients come, and whether others
-    are taken by tiles of the planes, which the host then does not work on in place.
-    """
-    planes = _grad_planes(chunk)
-    outbound = {number for number, plane in enumerate(planes, 1) if not plane.host_reaches}
-    return planes, [area for area in range(staging.num_scratch) if area not in outbound], bool(outbound)
 
 
 def _keep(into: torch.Tensor, lost: torch.Tensor | None, flat: torch.Tensor, adding: bool) -> kernels.Sums:
