@@ -29,10 +29,6 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true",
 _SPACE = "gemini::cuda::"
 
 
-class CompilerMissing(RuntimeError):
-    """There is nothing here that compiles for a CUDA device."""
-
-
 # ---- the text --------------------------------------------------------------------------------------------------------
 
 
@@ -65,7 +61,7 @@ def text() -> str:
 
 
 class Compiler:
-    """NVRTC: ``library``, or the one that torch brings. Raises CompilerMissing if that is not there."""
+    """NVRTC: ``library``, or the one that torch brings. Raises RuntimeError if that is not there."""
 
     def __init__(self, library: ctypes.CDLL | None = None):
         self._library = library or _load_nvrtc()
@@ -125,7 +121,7 @@ class Compiler:
 
 @cache
 def compiler() -> Compiler:
-    """The compiler of this process. Raises CompilerMissing if there is none."""
+    """The compiler of this process. Raises RuntimeError if there is none."""
     return Compiler()
 
 
@@ -142,14 +138,14 @@ def load(path: Path) -> ctypes.CDLL:
 def _load_nvrtc() -> ctypes.CDLL:
     """The library of torch's own CUDA release: by its name where the system knows it, else beside torch."""
     if torch.version.cuda is None:
-        raise CompilerMissing(f"torch {torch.__version__} is not built for CUDA")
+        raise RuntimeError(f"torch {torch.__version__} is not built for CUDA")
     major = torch.version.cuda.partition(".")[0]
     packages = Path(torch.__file__).parents[1]
     places = [packages.glob(f"nvidia/*/lib/libnvrtc.so.{major}"), packages.glob("torch/lib/libnvrtc-*.so.*")]
     for path in (Path(f"libnvrtc.so.{major}"), *(path for place in places for path in sorted(place))):
         with contextlib.suppress(OSError):
             return load(path)
-    raise CompilerMissing(
+    raise RuntimeError(
         f"libnvrtc.so.{major} is not there, neither in {packages} nor on the system's path: "
         f"`pip install nvidia-cuda-nvrtc` (for CUDA {major}) brings it"
     )

@@ -67,9 +67,6 @@ class Fluid:
         self._left: list[float] = []
         self._now = 0.0
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
     def add(
         self,
         queue: str,

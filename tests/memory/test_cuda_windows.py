@@ -280,7 +280,7 @@ def test_events_of_ranges() -> None:
     assert uses.take(0, 3) == [a] and uses.take(12, 14) == [b]
     uses.note(8, 12, [b])
     assert uses.take(0, 100) == [a, b]
-    assert len(uses) == 0
+    assert len(uses._ranges) == 0
     for number in range(1000):
         uses.note(number, number + 1, [over])
-    assert len(uses) < 300
+    assert len(uses._ranges) < 300

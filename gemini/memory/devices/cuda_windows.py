@@ -141,9 +141,6 @@ class LastUses:
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int, tuple[CudaEvent, ...]]] = []
 
-    def __len__(self) -> int:
-        return len(self._ranges)
-
     def note(self, start: int, stop: int, events: list[CudaEvent]) -> None:
         """``[start, stop)`` is free from now on, behind ``events``."""
         # What was noted of these addresses before is overtaken: the new events come after it.
