@@ -279,7 +279,8 @@ class Ledger:
         left = self.free(tier) + self.of_windows(tier) - needed
         if self._pool is None:
             return left
-        return left + self._pool.idle(self, tier) - max(self._pool.needed_by_others(self, tier) - needed, 0)
+        of_others = sum(other.of_windows(tier) for other in self._pool.others(self))
+        return left + of_others - max(self._pool.needed_by_others(self, tier) - needed, 0)
 
     def wanted_by_others(self, tier: Tier) -> int:
         """Bytes that windows of other models take next, beside what they have; where they have memory of their own,

@@ -75,10 +75,6 @@ class Pool:
         """What one of the others needs besides, while it computes, at most."""
         return max((other.needs.get(tier, 0) for other in self.members() if other is not ledger), default=0)
 
-    def idle(self, ledger: Ledger, tier: Tier) -> int:
-        """What windows of the others hold, which they give to whoever computes."""
-        return sum(other.of_windows(tier) for other in self.members() if other is not ledger)
-
     def note_peak(self, tier: Tier, used: int) -> None:
         self._peaks[tier] = max(self._peaks.get(tier, 0), used)
 
