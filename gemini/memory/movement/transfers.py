@@ -190,9 +190,13 @@ class JobThread:
         """Closed by a job under way, or by the garbage collector inside one: what follows must not wait for it."""
 
     def _take(self) -> Job | None:
-        """The most urgent job, if one is waiting. Called on its own thread alone."""
+        """The next job, if one is waiting. Called on its own thread alone."""
         with self._lock:
-            return heapq.heappop(self._waiting)[2] if self._waiting else None
+            return self._pop() if self._waiting else None
+
+    def _pop(self) -> Job:
+        """Take the most urgent of the jobs that wait, or which one a worker of its own kind takes. Under the lock."""
+        return heapq.heappop(self._waiting)[2]
 
     def _sleep(self) -> bool:
         """Wait until a job is waiting; False when the worker is closed, and none is."""
