@@ -566,6 +566,7 @@ class _Overlap:
         self._leaving: deque[tuple[int, int]] = deque()
         self._coming: deque[tuple[int, int]] = deque()
         self._taken = 0
+        self._shared: list[int] = []  # the ends of those that backward has used while they left
         self._turn = next((n for n, m in enumerate(self._plan.trace.moments) if m.phase is not Phase.FORWARD), 0)
 
     def moment(self, at: int) -> _Moment:
@@ -580,7 +581,7 @@ class _Overlap:
         after = self._computed[-1:] + [self._fetched.pop(index) for index in read if index in self._fetched]
         # The oldest have left where there is no room for more.
         after += _over(self._leaving, self._work.flight_room - self._work.carried_bytes(now.number, back=False))
-        after += self._restore(now)
+        after += self._restore(now) + (self._all_left() if not now.number else [])
         after += self._landed_here
         self._landed_here.clear()
         if self._launches:
@@ -635,7 +636,7 @@ class _Overlap:
             end, num_bytes = self._waiting.pop()
             missing -= num_bytes
             if self._leaving and self._leaving[-1][0] == end:
-                self._leaving.pop()
+                self._shared.append(self._leaving.pop()[0])
             else:
                 left.append(end)
         first = now.at - now.number + self._turn
@@ -650,7 +651,12 @@ class _Overlap:
         else:
             tasks = [self.graph.add(_NOTHING, now.step, -1, after)]
         self.graph.carried(now.number, tasks, back=True)
-        return tasks[-1:]
+        return tasks[-1:] + (self._all_left() if left else [])
+
+    def _all_left(self) -> list[int]:
+        """What has to be over before others have the memory of what backward used while it left."""
+        ends, self._shared = self._shared, []
+        return ends
 
     def _launch(self, now: _Moment, read: Iterable[int]) -> int:
         """Launch a moment, behind the updates of what it reads in place."""
