@@ -231,7 +231,7 @@ def step_of(plan: Plan) -> dict[str, Any]:
     sizes = trace.batch.get("input_ids", ())
     names = ("per_device_train_batch_size", "max_length")
     return (dict(zip(names, sizes, strict=True)) if len(sizes) == 2 else {}) | {
-        "gradient_accumulation_steps": plan.accumulate,
+        "gradient_accumulation_steps": plan.accumulate * plan.trace.micro_batches,
         "gradient_checkpointing": bool(trace.checkpointing),
         "tile_tokens": trace.tile_tokens,
         "bf16": plan.problem.precision == "bf16",

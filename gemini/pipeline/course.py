@@ -184,7 +184,6 @@ def on_meta(model: nn.Module) -> dict[int, Any]:
 
 
 def _blocks_in(model: nn.Module) -> tuple[str, ...]:
-    """The numbered modules with the most params."""
     best: tuple[int, tuple[str, ...]] = (0, ())
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
@@ -350,7 +349,6 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operation writes to in place."""
     if not func._schema.is_mutable:
         return []
     given = zip(func._schema.arguments, args, strict=False)

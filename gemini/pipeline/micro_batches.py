@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_module
 
 from gemini.errors import GeminiError
-from gemini.memory.chunks.chunk import Chunk
 from gemini.pipeline.course import OF_STAGES, Course, course_of, is_in, on_meta
 from gemini.pipeline.stages import Stage, Strayed
 from gemini.tracing.ahead import loss_of as loss_in
@@ -132,15 +131,8 @@ def breadth_first(
     grads: list[torch.Tensor | None] = [None] * len(parts)  # and its gradient, which backward puts here (`_Entry`)
     held: list[list[Any]] = []  # by stage and micro-batch, the way back; None where nothing before is trained
     manager = model._gemini_engine.store.manager
-
-    @contextmanager
-    def backwards_of(own: Sequence[Chunk]) -> Iterator[None]:
-        """Of one stage, whose gradients go home behind the last."""
-        manager.enter_stage(own)
-        land = gradients.land if model._gemini_engine.ranks.are_alone else None
-        with gradients.homes.at_hand(own, land, rounds=rounds):
-            yield
-
+    land = gradients.land if model._gemini_engine.ranks.are_alone else None
+    at_hand = partial(gradients.homes.at_hand, land=land, rounds=rounds)
     for stage in stages[:-1]:
         manager.enter_stage(stage.chunks)
         row: list[Any] = []
@@ -152,7 +144,8 @@ def breadth_first(
             del output
         held.append(row)
     losses = []
-    with backwards_of(chunks[-1]):
+    manager.enter_stage(chunks[-1])
+    with at_hand(chunks[-1]):
         for number, part in enumerate(parts):
             # One micro-batch after another: logits are as large as nothing else, and never there for two.
             try:
@@ -167,7 +160,8 @@ def breadth_first(
             losses.append(own.detach())
             del own
     while held and None not in held[-1]:
-        with backwards_of(chunks[len(held) - 1]):
+        manager.enter_stage(chunks[len(held) - 1])
+        with at_hand(chunks[len(held) - 1]):
             for number, edge in enumerate(held.pop()):
                 grad, grads[number] = grads[number], None
                 manager.more_to_come = number < len(parts) - 1
@@ -229,7 +223,6 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
 
 
 def _course_of(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> Course | str:
-    """The way of a micro-batch through the model, or why it is not cut."""
     try:
         course = course_of(_plain_twin(model), part, None if loss is None else lambda output: loss(output, part))
     except Exception as e:  # of code that nobody has run without values before: the ordinary order needs none

@@ -176,16 +176,8 @@ class Pipeline:
                 f"example {lacking[0]!r}. They would be initialized at random, by each stage in another way. Load the "
                 "model with transformers on every rank, with the same seed, and pass it to gemini.Pipeline"
             )
-        return cls(
-            skeleton,
-            config,
-            mesh=mesh,
-            micro_batches=micro_batches,
-            schedule=schedule,
-            stages=stages,
-            example=example,
-            no_sync=no_sync,
-        )
+        how: dict[str, Any] = {"schedule": schedule, "stages": stages, "example": example, "no_sync": no_sync}
+        return cls(skeleton, config, mesh=mesh, micro_batches=micro_batches, **how)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The params of this rank's stages, for an optimizer."""
@@ -238,7 +230,6 @@ class Pipeline:
         return of_parts.mean().to(loss.device)  # type: ignore[no-any-return]
 
     def _in_backward(self) -> AbstractContextManager[None]:
-        """Around the backward of one micro-batch in one stage."""
         self._backwards_left -= 1
         if self._no_sync and self._backwards_left:
             return self.model.no_sync()  # type: ignore[no-any-return]
@@ -271,7 +262,6 @@ class Pipeline:
         return rows[(len(self._ranges) - 1) % self._size].to(self.model.device)
 
     def _runner_for(self, part: Mapping[str, Any]) -> Any:
-        """torch's schedule for micro-batches of this shape."""
         from torch.distributed import pipelining
 
         ids = next(value for value in part.values() if isinstance(value, torch.Tensor) and value.dim() > 1)
@@ -289,8 +279,6 @@ class Pipeline:
         in_backward = self._in_backward
 
         class ManagedStage(pipelining.PipelineStage):
-            """Of torch's schedules, whose backwards are those of a managed model."""
-
             def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
                 with in_backward():
                     return super().backward_one_chunk(*args, **kwargs)

@@ -60,7 +60,6 @@ class Elsewhere(torch.Tensor):
 
 
 def standing_in(value: Any) -> Any:
-    """The same as a stand-in, if it is a tensor."""
     return value.as_subclass(Elsewhere) if isinstance(value, torch.Tensor) else value
 
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from gemini.errors import BudgetExceeded
@@ -84,7 +84,6 @@ class Blocks:
         self._trace = trace
 
     def of(self, name: str) -> int | None:
-        """The block that a module or param is in."""
         found = self._pattern.match(name)
         return None if found is None else int(found[1])
 
@@ -172,13 +171,52 @@ def in_flight(trace: MemoryTrace, number: int) -> MemoryTrace:
 
 def breadth_first(trace: MemoryTrace, number: int) -> MemoryTrace:
     """One step of all micro-batches, moment by moment: what each of them keeps is there, and only one computes."""
+    moments = tuple(_of_all(moment, number, (number - 1) * moment.live_bytes) for moment in trace.moments)
+    return replace(trace, moments=moments, tokens=number * trace.tokens)
 
-    def of_all(moment: Moment) -> Moment:
-        live = number * moment.live_bytes
-        more = times(moment, number, "num_ops", "tp_bytes", "cp_bytes")
-        return replace(more, live_bytes=live, peak_bytes=live + moment.peak_bytes - moment.live_bytes)
 
-    return replace(trace, moments=tuple(map(of_all, trace.moments)), tokens=number * trace.tokens)
+def _of_all(moment: Moment, number: int, beside: int) -> Moment:
+    """The moment of so many micro-batches, of which the others have so many bytes ``beside``."""
+    more = times(moment, number, "num_ops", "tp_bytes", "cp_bytes")
+    return replace(more, live_bytes=moment.live_bytes + beside, peak_bytes=moment.peak_bytes + beside)
+
+
+def block_by_block(trace: MemoryTrace, number: int) -> MemoryTrace:
+    """The step of so many micro-batches as ``gemini.train_step`` makes it: a moment is that of all of them, with the
+    bytes of the one that computes and of what the others wait with at an end of the stage, where gradients are
+    complete. Raises ValueError for a step that is no walk through the blocks and back.
+    """
+    last, places = Blocks(trace).number - 1, Blocks(trace).of_moments()
+    before_blocks = [m.live_bytes for at, m in zip(places, trace.moments, strict=True) if at < 0]
+    owners = [min(max(at, 0), last) for at in places]
+    runs = [[*run] for _, run in groupby(range(len(owners)), key=lambda at: owners[at])]
+    if [owners[run[0]] for run in runs] != [*range(last), *range(last, -1, -1)]:
+        raise ValueError(f"a step of {trace.model} is no walk through its blocks and back")
+    reads = Counter(i for i, _ in {(i, at) for at, m in zip(owners, trace.moments, strict=True) for i in m.params})
+    if max(reads.values()) > 1:
+        name = trace.params[reads.most_common(1)[0][0]].name
+        raise ValueError(f"{name} of {trace.model} is read in more than one of its stages")
+    moments, read, before = list[Moment](), list[tuple[int, ...]](), 0
+    saved = sum(trace.moments[at].saved_bytes for at in runs[min(1, last)])
+    # What is made before the blocks for all of them (positions, a mask) every stage makes anew, for each micro-batch.
+    anew = before_blocks[-1] - saved if before_blocks and last and not trace.kept_blocks else 0
+    for place, run in enumerate(runs):
+        own = [trace.moments[at] for at in run]
+        others, before = max(before, own[-1].live_bytes), own[-1].live_bytes
+        beside = (number - 1) * others + number * max(anew, 0) * min(place, len(runs) - 1 - place)
+        moments += [replace(_of_all(moment, number, beside), gradients=()) for moment in own]
+        complete = tuple(sorted({index for moment in own for index in moment.gradients}))
+        moments[-1] = replace(moments[-1], gradients=complete)
+        read.append(tuple(sorted({index for moment in own for index in moment.params})))
+    return replace(
+        trace,
+        moments=tuple(moments),
+        tokens=number * trace.tokens,
+        read_together=tuple(sorted({*trace.read_together, *read})),
+        micro_batches=number,
+        stages=tuple(run[0] for run in runs),
+        tiled=None if trace.tiled is None else block_by_block(trace.tiled, number),
+    )
 
 
 ORDERS = ("1f1b", "bfs")

@@ -234,7 +234,7 @@ def pose_problem(
         working_set=working.gathered_at_once(trace, layout, precision),
         staging=staging,
         activations=activations,
-        in_flight=_in_flight(layout, itemsize, divided=many, behind=behind),
+        in_flight=_in_flight(layout, itemsize, divided=many, behind=behind) + working.sums_at_hand(trace, layout),
         flights=working.flight_bytes(trace) if beside and offloads else 0,
         waiting=working.waiting_gradients(layout, compute_itemsize(precision)) if leaves else 0,
         exchange=working.scratch_bytes(ranks, min(tile, working.PIECE), replicas) if many else 0,

@@ -151,7 +151,7 @@ class Work:
         leaves = [own.get(GRAD) is not self.problem.compute for own in homes]
         found = []
         for moment in self.plan.trace.moments:
-            hooked = sum(chunk_of[p] in self.moving for p in moment.params)
+            hooked = self.plan.trace.micro_batches * sum(chunk_of[p] in self.moving for p in moment.params)
             hooked += sum(leaves[chunk_of[p]] for p in moment.gradients)
             found.append(self._costs.launching(moment, hooked, measured=self._measured))
         return tuple(found)
@@ -252,7 +252,8 @@ class Work:
     def flight_room(self) -> int:
         """Bytes that activations on their way, out or back, may take of the computing tier."""
         free = self.problem.budgets[self.problem.compute] - self.plan.bytes_per_tier.get(self.problem.compute, 0)
-        return min(max(working.FLIGHTS, working.flight_bytes(self.plan.trace)), self.problem.flights + max(free, 0))
+        room = min(max(working.FLIGHTS, working.flight_bytes(self.plan.trace)), self.problem.flights + max(free, 0))
+        return room * self.plan.trace.micro_batches  # a moment's are those of all that pass through it in turn
 
     def carried_bytes(self, moment: int, *, back: bool) -> int:
         """Bytes of inputs of checkpointed blocks that are taken away after a moment, or brought ``back`` before it."""
@@ -260,7 +261,6 @@ class Work:
         return 0 if self.problem.offload_to is None else traced.restored_bytes if back else traced.saved_bytes
 
     def carry(self, moment: int, *, back: bool) -> tuple[Hop, ...]:
-        """Doing so."""
         away, num_bytes = self.problem.offload_to, self.carried_bytes(moment, back=back)
         if away is None or not num_bytes:
             return ()
@@ -616,7 +616,6 @@ class _Overlap:
                 self.graph.window(self._computed[stay.last_use], stay.chunk, -1, at_end=True)
 
     def _behind(self, hops: Iterable[Hop], now: _Moment) -> list[int]:
-        """Do something behind the moment that was computed last."""
         return self.graph.chain(hops, now.step, now.number, self._computed[-1:], now.at)
 
     def _fetch(self, stay: _Stay, now: _Moment) -> None:

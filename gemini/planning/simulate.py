@@ -214,7 +214,6 @@ def _grid(plan: Plan, hardware: Hardware, mesh: MeshSizes) -> Grid:
 
 
 def _check(plan: Plan, hardware: Hardware, local_ranks: int) -> None:
-    """Refuse what cannot be played."""
     if not any(moment.seconds or moment.flops or moment.touched_bytes for moment in plan.trace.moments):
         raise PlanMismatch(
             f"the trace of {plan.trace.model} says what is read in each moment, but not how much work it is: make one "

@@ -20,6 +20,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from gemini.errors import PlanMismatch, human_bytes
@@ -179,6 +180,8 @@ class MemoryTrace(Document, kind="trace"):
             step did not.
         tiled: the same step in tiles of tokens, for the planner to take where this one's activations do not fit
             (``gemini.trace(..., tile_tokens="auto")``); None if there is no choice.
+        micro_batches: how many pass through stages together, as one (:func:`gemini.planning.parallel.block_by_block`).
+        stages: with several of them, the moments at which a stage begins: what it reads stays until the next.
     """
 
     model: str
@@ -198,6 +201,8 @@ class MemoryTrace(Document, kind="trace"):
     tiled: MemoryTrace | None = None
     kept_blocks: int = 0
     kernels: str | None = None
+    micro_batches: int = 1
+    stages: tuple[int, ...] = ()
 
     @property
     def num_params(self) -> int:
@@ -364,8 +369,11 @@ def chunks_of_params(trace: MemoryTrace, layout: Layout) -> list[int]:
 def accesses(trace: MemoryTrace, layout: Layout) -> tuple[Access, ...]:
     """The trace in chunks: one :class:`Access` per moment, in order."""
     by_param = chunks_of_params(trace, layout)
-    known = {params: tuple(sorted({by_param[p] for p in params})) for params in {m.params for m in trace.moments}}
-    return tuple(Access(index, known[moment.params]) for index, moment in enumerate(trace.moments))
+    read = [moment.params for moment in trace.moments]
+    for start, stop in pairwise((*trace.stages, len(read)) if trace.stages else ()):
+        read[start:stop] = [tuple(sorted({p for params in read[start:stop] for p in params}))] * (stop - start)
+    known = {params: tuple(sorted({by_param[p] for p in params})) for params in {*read}}
+    return tuple(Access(index, known[params]) for index, params in enumerate(read))
 
 
 def kept_among(blocks: int, number: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 from gemini.planning.layout import Layout, block_of, page_up
 from gemini.planning.planes import ADAM, RuleSpec, bytes_by_kind
@@ -139,13 +139,15 @@ def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
 
 
 def flight_bytes(trace: MemoryTrace) -> int:
-    """Bytes that activations on their way have: as much as the block that saves most, or two moments."""
+    """Bytes that activations on their way have: as much as the block that saves most, or two moments do for one."""
     largest = max((m.saved_bytes for m in trace.moments), default=0)
-    return max(2 * largest, *(sum(m.saved_bytes for m in run) for run in _by_block(trace)), 0)
+    return max(2 * largest, *(sum(m.saved_bytes for m in run) for run in _by_block(trace)), 0) // trace.micro_batches
 
 
 def _by_block(trace: MemoryTrace) -> list[list[Moment]]:
-    """The moments, those of a block together where some are kept."""
+    """The moments, those of a stage together, or of a block where some are kept."""
+    if trace.stages:
+        return [[*trace.moments[start:stop]] for start, stop in pairwise((*trace.stages, len(trace.moments)))]
     return [
         [*run]
         for _, run in groupby(trace.moments, lambda m: trace.kept_blocks and block_of(f"{m.module}.") or object())
@@ -154,11 +156,20 @@ def _by_block(trace: MemoryTrace) -> list[list[Moment]]:
 
 def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
     """What activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin."""
-    most = waiting = 0
+    most, waiting, number = 0, 0, trace.micro_batches
     # What a kept block saves counts as there while it runs: much of that is still read.
     for moments in _by_block(trace):
         after = [*accumulate((m.saved_bytes - m.restored_bytes for m in moments), initial=waiting)]
         away = min(after) if len(moments) > 1 else waiting
+        # Of all but the one that computes, all that they have saved before the stage or behind it.
+        away += (number - 1) * (max(after[0], after[-1]) - away) // number
         most = max(most, *(moment.peak_bytes - (away if offloaded else 0) for moment in moments))
         waiting = after[-1]
     return int((most + trace.buffer_bytes) * ACTIVATION_MARGIN)
+
+
+def sums_at_hand(trace: MemoryTrace, layout: Layout) -> int:
+    """Bytes where modules compute of the fp32 sums of a stage's gradients, while its micro-batches add to them."""
+    by_param, numels = chunks_of_params(trace, layout), [4 * chunk.numel for chunk in layout.chunks]
+    stages = ({by_param[index] for index in moment.gradients} for moment in trace.moments)
+    return max((sum(numels[i] for i in chunks) for chunks in stages), default=0) if trace.stages else 0

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from traces import decoder_trace
 from transformers import LlamaConfig
 
 import gemini
@@ -13,6 +14,7 @@ from gemini.planning.hardware import machine
 from gemini.planning.parallel import (
     Blocks,
     MeshOutcome,
+    block_by_block,
     breadth_first,
     in_flight,
     kept_by,
@@ -150,6 +152,28 @@ def test_micro_batches_in_flight_keep_what_they_keep() -> None:
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def test_block_by_block_others_wait_with_what_they_have_at_the_ends_of_a_stage() -> None:
+    """Moments and work of all, activations of one, and of the others the hidden states and what they keep."""
+    one = decoder_trace(hidden=16, layers=4, vocab=64, tokens=8, checkpointing=True)
+    step, last = block_by_block(one, 3), 3
+    assert (step.tokens, step.flops, step.micro_batches) == (3 * one.tokens, 3 * one.flops, 3)
+    assert len(step.stages) == 2 * last + 1 and len(step.moments) == len(one.moments)
+    hidden = 2 * 8 * 16
+    for number in range(1, last):  # forward: those behind it have saved their input of this block too
+        at = step.stages[number]
+        assert step.moments[at].live_bytes == one.moments[at].live_bytes + 2 * (hidden + (number + 1) * hidden)
+        assert step.moments[at].saved_bytes == 3 * hidden
+    head = range(*step.stages[last : last + 2])
+    assert {step.moments[at].live_bytes - one.moments[at].live_bytes for at in head} == {2 * (1 + last) * hidden}
+    ends = [*(start - 1 for start in step.stages[1:]), len(step.moments) - 1]
+    grads = [at for at, moment in enumerate(step.moments) if moment.gradients]
+    assert grads == ends[last:] and sum(len(step.moments[at].gradients) for at in grads) == len(one.params)
+    assert step.checkpoint_bytes == 3 * one.checkpoint_bytes
+    tied = replace(one, moments=(*one.moments[:-1], replace(one.moments[-1], params=(len(one.params) - 1,))))
+    with pytest.raises(ValueError, match="lm_head.weight of Decoder is read in more than one of its stages"):
+        block_by_block(tied, 3)
 
 
 def test_without_stages_it_is_the_step_that_is_played_alone() -> None:

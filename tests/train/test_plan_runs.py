@@ -1,5 +1,6 @@
 """What the planner says is what the engine does: the same homes, the same bytes over every boundary, the same bits."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import gemini
 from gemini.errors import PlanMismatch
 from gemini.planning import rules as spec_rules
+from gemini.planning.parallel import block_by_block
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
@@ -126,6 +128,44 @@ def test_accumulation_moves_what_is_planned(
     world_of(managed).check()
 
 
+@pytest.mark.parametrize("windows", [0.0, 0.35, 1.0])
+@pytest.mark.parametrize("number, kept", [(2, 0), (4, 0), (4, 2)])
+@pytest.mark.parametrize("device", ["cpu", "standin"])
+def test_block_by_block_moves_what_is_planned(
+    device: str, number: int, kept: int, windows: float, tmp_path: Path
+) -> None:
+    """Weights twice and gradients once, whatever the number of micro-batches; the sums of a stage within the budget."""
+    model = models.make_model("llama")
+    model.activation_checkpointing_enable()
+    batch = models.make_batches(1, 1)[0][0]
+    trace = gemini.trace(model, batch, precision="bf16", target="cpu", kept_blocks=kept or None)
+    trace = block_by_block(trace, number)
+    compute = Tier.GPU if device == "standin" else Tier.CPU
+    posed = pose_problem(trace, dict.fromkeys((compute, Tier.CPU, Tier.NVME), 2**40), precision="bf16", max_chunk=4096)
+    every = sum(posed.window_bytes(i) for i in range(len(posed.layout.chunks))) - posed.working_set
+    taken = posed.spoken_for()[compute] + posed.waiting + int(windows * every)
+    there = {Tier.CPU: 2**21, Tier.NVME: 2**21, compute: taken}
+    placement = gemini.StaticPlacement(weights_on_nvme=1.0 if device == "cpu" else 0.4, optimizer_on_nvme=1.0)
+    said = gemini.plan(trace, None, there, placement=placement, max_chunk=MAX_CHUNK)
+    said = Plan.from_json(said.to_json())
+    check_plan(said)
+    assert said.problem.gradients == "retain" and said.trace.micro_batches == number
+    assert max(Counter(index for moves in said.moves for index in moves.fetch).values()) <= 2
+    memory = gemini.MemoryBudget(
+        gpu=there.get(Tier.GPU), cpu=there[Tier.CPU], nvme=there[Tier.NVME], nvme_path=tmp_path
+    )  # fmt: skip
+    config = gemini.GeminiConfig(memory=memory, device=device, placement=said, max_chunk=MAX_CHUNK)
+    managed: Any = gemini.GeminiDDP(model, config)
+    optimizer = gemini.HybridAdam(managed.parameters(), lr=1e-3)
+    batches = models.make_batches(3 * number, 1)
+    for step in range(3):
+        gemini.train_step(managed, [inputs for inputs, *_ in batches[step * number : (step + 1) * number]])
+        optimizer.step()
+        optimizer.zero_grad()
+        assert managed.memory_report()["moved"] == by_name(said.traffic), step
+    world_of(managed).check()
+
+
 @pytest.mark.parametrize("states", ["exact", "compact"])
 @pytest.mark.parametrize("device", ["cpu", "standin"])
 def test_a_plan_from_a_file_runs(device: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +224,7 @@ def test_evaluation_between_steps_is_no_step(tmp_path: Path) -> None:
             model(**models.make_batches(1, 1)[0][0])
     model.memory_report()
     models_moved = steps(model, optimizer, 2)
-    assert models_moved[-1] == best and not world_of(model).foresight._course.num_strange
+    assert models_moved[-1] == best and not world_of(model).foresight._num_strange
 
 
 def test_plans_and_traces_of_something_else_are_refused(tmp_path: Path) -> None:

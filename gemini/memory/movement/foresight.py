@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.plan import Moves
@@ -129,19 +128,13 @@ class Schedule:
         return starts[after] if after < len(starts) else None
 
 
-@dataclass
-class _Course:
-    """All that is known of one kind of step, and how many in a row did something else."""
-
-    schedule: Schedule | None = None
-    num_strange: int = 0
-
-
 class Foresight:
     """The schedule of one model, which it was wrapped with or is recorded. Called by the training thread alone."""
 
     def __init__(self, schedule: Schedule | None = None):
-        self._course = self._usual = _Course(schedule)
+        self.schedule = schedule
+        """Of the step that is under way, or may follow; None until one is recorded."""
+        self._num_strange, self._is_scoped = 0, False  # steps in a row that did something else
         self._held: dict[int, None] = {}  # chunks that are read now, in the order of their acquires
         self._seen: list[Access] | None = None  # accesses so far; None where nothing is recorded
         self.in_step = False
@@ -150,11 +143,6 @@ class Foresight:
     def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:
         """Make the moves for recorded accesses: here none."""
         return [Moves()] * len(steps)
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The schedule of the step that is under way, or may follow."""
-        return self._course.schedule
 
     def of_stages(self, stages: Sequence[Sequence[Chunk]]) -> Schedule:
         """The schedule of a step whose micro-batches pass through stages together, which read these chunks."""
@@ -168,39 +156,36 @@ class Foresight:
     def scope(self, schedule: Schedule) -> Iterator[None]:
         """All forwards and backwards inside are one step, of this schedule."""
         self.interrupt()
-        self._course = _Course(schedule)
+        usual = self.schedule, self._num_strange
+        self.schedule, self._num_strange, self._is_scoped = schedule, 0, True
         try:
             yield
         finally:
             self.interrupt()
-            self._course = self._usual
+            (self.schedule, self._num_strange), self._is_scoped = usual, False
 
     def begin(self) -> None:
         """A forward that a backward may follow begins."""
         # Further micro-batches of a scope: the step goes on.
-        if self.in_step and self._course is not self._usual:
+        if self.in_step and self._is_scoped:
             return
         self.in_step = True
         # One strange step (an odd batch at the end of an epoch) is no reason to record anew, two in a row are.
-        if self.schedule is not None and self._course.num_strange < 2:
+        if self.schedule is not None and self._num_strange < 2:
             self.schedule.begin()
         else:
             self._seen = []
 
     def end(self) -> None:
-        """End the step: its backward is over. Inside a scope the step goes on."""
-        if self._course is self._usual:
-            self._end()
-
-    def _end(self) -> None:
-        """End a step: what was recorded becomes the schedule."""
-        course = self._course
+        """End the step: its backward is over, and what was recorded becomes the schedule. Inside a scope it goes on."""
+        if self._is_scoped:
+            return
         if self._seen:
             chunks = frozenset(index for access in self._seen for index in access.chunks)
             steps = tuple(self._seen)
-            course.schedule, course.num_strange = Schedule(steps, self.plan(steps), chunks), 0
-        elif course.schedule is not None and self.in_step:
-            course.num_strange = course.num_strange + 1 if course.schedule.num_deviations else 0
+            self.schedule, self._num_strange = Schedule(steps, self.plan(steps), chunks), 0
+        elif self.schedule is not None and self.in_step:
+            self._num_strange = self._num_strange + 1 if self.schedule.num_deviations else 0
         self.interrupt()
 
     def interrupt(self) -> None:
@@ -223,26 +208,22 @@ class Foresight:
         return None if self.schedule is None or self._seen is not None else self.schedule.script(there, completed)
 
     def acquired(self, index: int) -> None:
-        """Note that a chunk is read from now on."""
         self._held[index] = None
         if self._seen is not None:
             # All that is held with it: they are read at the same time, so the plan must have room for all of them.
             self._seen.append(Access(len(self._seen), tuple(sorted(self._held))))
-        elif (schedule := self._course.schedule) is not None:
-            schedule.advance(index)
+        elif self.schedule is not None:
+            self.schedule.advance(index)
 
     def released(self, index: int) -> None:
-        """Note that nobody reads a chunk any more."""
         self._held.pop(index, None)
 
     def upcoming(self) -> Sequence[tuple[int, int]]:
         """The fetches that the schedule plans from here on, (moment, chunk): all of them where no step is under way."""
-        schedule = self._course.schedule
-        return () if schedule is None else schedule.upcoming()
+        return () if self.schedule is None else self.schedule.upcoming()
 
     def outlooks(self, asked: Sequence[tuple[int, bool]], reader: int | None = None) -> Sequence[Outlook]:
         """When chunks, given as (index, whether all its gradients have arrived), are needed next, None if that is not
         known, and whether the plan keeps them until then. ``reader``: the chunk that is about to be read.
         """
-        schedule = self._course.schedule
-        return [(None, False)] * len(asked) if schedule is None else schedule.outlooks(asked, reader)
+        return [(None, False)] * len(asked) if self.schedule is None else self.schedule.outlooks(asked, reader)
