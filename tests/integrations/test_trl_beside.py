@@ -19,6 +19,7 @@ from gemini.integrations.beside import manage_beside
 
 import gemini
 from gemini.integrations import trl as ours
+from gemini.planning.together import evaluated, kept_bytes
 from gemini.tiers import Tier
 from tests.integrations.test_trl_sft import LORA, WORDS, tokenizer
 from tests.integrations.trainer_cases import Record, assert_same_run, llama
@@ -213,6 +214,24 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(kind: str, tmp_path: Pa
 def budget(folder: Path, shared: bool = True, cpu: str = "450KiB", **more: Any) -> Any:
     kind = gemini.SharedBudget if shared else gemini.MemoryBudget
     return kind(cpu=cpu, nvme="16MiB", nvme_path=folder, **more)
+
+
+def test_a_trainer_has_what_a_plan_of_both_said(tmp_path: Path) -> None:
+    """What the reference keeps, and what it leaves to the policy in room for what both gather at once."""
+    trainer, _ = make("DPO", tmp_path, True, budget(tmp_path, shared=False), max_steps=1)
+    trainer.train()
+    ids = torch.ones(2, 16, dtype=torch.long)
+    step = gemini.trace(llama(), {"input_ids": ids, "labels": ids}, precision="fp32", target="cpu")
+    there = {Tier.CPU: 450 * 2**10, Tier.NVME: 2**24}
+    said = gemini.plan_together(
+        {"ref": evaluated(step), "policy": step}, None, there, at_once=True, max_chunk=CHUNK
+    ).plans  # fmt: skip
+    policy, reference = world_of(trainer.model), world_of(trainer.ref_model)
+    assert reference.placement == said["ref"].placement
+    for tier in reference.tiers:
+        assert reference.ledger.kept(tier) == kept_bytes(said["ref"])[tier], tier
+    for name in ("others", "working_set", "budgets"):
+        assert getattr(policy.problem, name) == getattr(said["policy"].problem, name), name
 
 
 def by_hand(memory: Any, model: Any = None) -> Any:
