@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gemini
+from gemini.train.gradients.scaling import Scale
 from tests.train.half_programs import REMEDY, SCALE, Toy, data, outside, stock
 from tests.train.helpers import (
     Plain,
@@ -218,6 +219,28 @@ def test_scales_do_not_mix_in_a_step(tmp_path: Path) -> None:
     plain = stock("loss")
     plain(data()).backward(torch.tensor(SCALE))
     assert same_bits(grad, plain.layers[0].weight.grad.float() / SCALE)  # type: ignore[union-attr, operator]
+
+
+def test_no_backward_waits_for_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU its value is there when all that was launched is: it is read where gradients of two backwards meet."""
+    read, is_backward = list[bool](), [False]
+
+    def value(scale: Scale) -> float:
+        read.append(is_backward[0])
+        return float(scale._given)
+
+    monkeypatch.setattr(Scale, "value", property(value))
+    model, scaler = wrap(Toy(), "standin", tmp_path, precision="fp16"), gemini.GradScaler("cpu", init_scale=8.0)
+    optimizer = adam(model)
+    for step in range(3):
+        loss = scaler.scale(outside(model, {}, data(step)))
+        is_backward[0] = True
+        loss.backward()
+        is_backward[0] = False
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert read and not any(read)
 
 
 def test_the_stock_scaler_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ itself (batch norms) it is left to, and where a program casts (a head that is gi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import gemini
-from gemini.train.modules.mixed import kept_in_fp32
+from gemini.train.modules.mixed import cast_floats, kept_in_fp32
 from tests.integrations.mixed_cases import Declares, resnet
 from tests.plain import DTYPES, Plain
 from tests.train import helpers
@@ -506,3 +507,32 @@ def test_a_model_that_casts_itself_is_refused_in_half_precision(where: str, tmp_
     model = wrap(CastsItself(), where, tmp_path)
     with pytest.raises(gemini.GeminiError, match="router.*float32, its weights are torch.bfloat16: the model changed"):
         squares(model, 0).backward()
+
+
+@dataclass
+class Padded:
+    """A batch with a field that it makes itself, and something that no field keeps."""
+
+    x: torch.Tensor
+    mask: torch.Tensor = field(init=False)
+    pad: InitVar[int]
+
+    def __post_init__(self, pad: int) -> None:
+        self.mask = torch.full((2, pad), 0.5)
+
+
+class Double(tuple[torch.Tensor, torch.Tensor]):
+    def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> "Double":
+        return super().__new__(cls, (first, second))
+
+
+def test_inputs_of_any_kind_are_cast_or_left() -> None:
+    x = torch.ones(2, 4)
+    batch = Padded(x, 3)
+    cast = cast_floats(batch, torch.bfloat16)
+    assert (type(cast), cast.x.dtype, cast.mask.dtype) == (Padded, torch.bfloat16, torch.bfloat16)
+    assert batch.x is x and batch.mask.dtype is torch.float32, "that of the caller is as it was"
+    for unknown in (MappingProxyType({"x": x}), Double(x, x), slice(x)):
+        assert cast_floats(unknown, torch.bfloat16) is unknown
+    values, indices = cast_floats(torch.max(x, 0), torch.bfloat16)
+    assert values.dtype is torch.bfloat16 and indices.dtype is torch.int64

@@ -13,6 +13,8 @@ from torch import nn
 
 import gemini
 from gemini.errors import BudgetExceeded, StorageError
+from gemini.ledger import Ledger, Turn, Want
+from gemini.memory.devices.pages import PAGE
 from gemini.tiers import Tier
 from gemini.train.engine import Engine
 from tests.standins import PieceDevice
@@ -300,3 +302,22 @@ def test_models_of_other_sizes_take_what_several_give_together(room: str, tmp_pa
         check(memory, [first, second, trained]) if is_shared else None
         finals.append([trained.full_param(name, torch.float32) for name in trained.state_dict()])
     assert all(map(same_bits, *finals))
+
+
+@pytest.mark.parametrize("where", ["disk", "pieces"])
+def test_whoever_can_be_asked_for_memory_is_whole(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of the same budget asks as soon as a part of another one, which is in the making, has registered."""
+    register, failed, asked = Ledger.register, list[str](), set[Turn]()
+
+    def ask_at_once(ledger: Ledger, turn: Turn, reclaim: Any, *tiers: Tier) -> None:
+        register(ledger, turn, reclaim, *tiers)
+        for tier in tiers:
+            try:
+                asked.add(turn)
+                reclaim(Want(ledger, tier, PAGE, "", frozenset({turn})))
+            except Exception as e:
+                failed.append(f"{turn.name}: {type(e).__name__}: {e}")
+
+    monkeypatch.setattr(Ledger, "register", ask_at_once)
+    together(where, tmp_path, generator, discriminator)
+    assert not failed and {Turn.READERS, Turn.PREFETCHES, Turn.KEPT} <= asked

@@ -30,7 +30,7 @@ import torch
 
 from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
-from gemini.interrupts import call_without_grad
+from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.devices.cuda_windows import SMALL, CopyStream, CudaEvent, CudaWindow, WindowMemory
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE, Window, host_bytes
@@ -189,19 +189,22 @@ class CudaDevice(Device):
                     # Others may have used the block before this window: the copy comes after them.
                     window.let_follow(on)
             plain = into.dtype == source.dtype and into.is_contiguous() and source.is_contiguous()
-            with torch.cuda.stream(on):
-                # Not plain: torch goes through copies of its own.
-                call_without_grad(into.copy_, source, non_blocking=plain)
-            event = CudaEvent(self.torch_device, on, "a copy")
-            for tensor, window in zip((into, source), windows, strict=True):
-                # The memory is not given to others while the copy works on it. For windows not by ``record_stream``,
-                # which frees a block behind everything that the stream was given until then, the copies far ahead too.
-                if window is not None:
-                    window.touched[stream] = event
-                elif tensor.is_cuda and not kept:
-                    tensor.record_stream(on)
-            # The engines read and write host memory after this returns; nothing but these references keeps it there.
-            in_flight.append((event, [tensor for tensor in (into, source) if not tensor.is_cuda]))
+            # A copy that nothing tells of would work on memory which others get: Ctrl-C waits for the notes.
+            with WHOLE:
+                with torch.cuda.stream(on):
+                    # Not plain: torch goes through copies of its own.
+                    call_without_grad(into.copy_, source, non_blocking=plain)
+                event = CudaEvent(self.torch_device, on, "a copy")
+                for tensor, window in zip((into, source), windows, strict=True):
+                    # The memory is not given to others while the copy works on it. For windows not by
+                    # ``record_stream``, which frees a block behind everything that the stream was given until then, the
+                    # copies far ahead too.
+                    if window is not None:
+                        window.touched[stream] = event
+                    elif tensor.is_cuda and not kept:
+                        tensor.record_stream(on)
+                # The engines use host memory after this returns; nothing but these references keeps it there.
+                in_flight.append((event, [tensor for tensor in (into, source) if not tensor.is_cuda]))
         return event
 
     def _copy_stream(self, name: str, *, behind_computing: bool) -> CopyStream:

@@ -92,13 +92,14 @@ class Manager:
         """Fetches that nobody has asked for yet, by index of the chunk; over when all copies are under way."""
         self._clock = 0
         self.room = Room(chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy)
-        # The ledger keeps these weakly: a worker that holds it must not keep the windows alive.
-        ledger.register(Turn.READERS, self._await_reader, device.tier)
-        ledger.register(Turn.PREFETCHES, self._call_last_back, device.tier)
         self._overtaken: dict[int, Chunk] = {}
         """Lent chunks whose content an update has overtaken."""
         self._updating: dict[int, Chunk] = {}
         """Chunks whose window an update reads, in the order in which they were handed over."""
+        # Last: from here on another model of the same budget may ask. The ledger keeps these weakly, since a worker
+        # that holds it must not keep the windows alive.
+        ledger.register(Turn.READERS, self._await_reader, device.tier)
+        ledger.register(Turn.PREFETCHES, self._call_last_back, device.tier)
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.

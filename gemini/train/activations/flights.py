@@ -448,15 +448,17 @@ class Flights:
         # Gradients on their way home have what nobody uses; a device waits for those itself, that have long left.
         ours = self._ledger.held(tier, IN_FLIGHT) + num_bytes <= self._needed
         first = asking - {Turn.FLIGHTS} | {Turn.LANDINGS} if ours else asking
-        if tier is Tier.CPU or any(
-            self._ledger.reserve_if_room(tier, num_bytes, IN_FLIGHT, t) for t in (first, asking)
-        ):
-            return True
-        # Both or neither: a flight that holds half of its memory would keep others from theirs.
-        if flight.buffer is not None:
-            self._park(flight.buffer)
-            flight.buffer = None
-        return False
+        has_room = tier is Tier.CPU
+        try:
+            has_room = has_room or any(
+                self._ledger.reserve_if_room(tier, num_bytes, IN_FLIGHT, turns) for turns in (first, asking)
+            )
+        finally:
+            # Both or neither: a flight that holds half of its memory would keep others from theirs.
+            if not has_room and flight.buffer is not None:
+                self._park(flight.buffer)
+                flight.buffer = None
+        return has_room
 
     def _park(self, buffer: torch.Tensor) -> None:
         """Keep a buffer for the next flight of its size: its pages are there already."""

@@ -21,7 +21,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Self
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -124,7 +124,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, dtype: str, shape: Sequence[int]) -> Self:
+    def of(cls, name: str, dtype: str, shape: Sequence[int]) -> TensorSpec:
         """The tensor that a file describes so."""
         return cls(name, _DTYPES[dtype], tuple(shape))
 

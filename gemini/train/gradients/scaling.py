@@ -151,16 +151,19 @@ class Scaling:
 
     def _hold(self, scale: Scale) -> None:
         """Note that the gradients that are about to land have this scale. Raises GeminiError if those that are there
-        have another one, or are unscaled already.
+        have another one, or are unscaled already. Those that nobody will use any more are dropped if they have.
         """
         if scale is self.held is UNSCALED:
             return  # nothing there is a scaler's: no gradient need be looked at
-        # By value only where it is another object: comparing values waits for the device.
-        is_other = scale is not self.held and (UNSCALED in (scale, self.held) or scale.value != self.held.value)
         waiting = _to_be_used(self._params.handles)
+        left = [handle for handle in self._params.handles if handle.has_grad]
+        # By value only where gradients are there and it is another object: comparing values waits for the device.
+        is_other = bool(left or self._state.num_unreduced) and (
+            scale is not self.held and (UNSCALED in (scale, self.held) or scale.value != self.held.value)
+        )
         if not waiting and not self._state.num_unreduced:
             if is_other:
-                self._gradients.discard([handle for handle in self._params.handles if handle.has_grad])  # nobody's
+                self._gradients.discard(left)
             self.held, self._unscaled = scale, set()
             self.is_scaled = scale is not UNSCALED
             return

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,9 @@ _BACK = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, 
 
 _NOT_BY_AUTOCAST = (nn.Bilinear, nn.LayerNorm, nn.GroupNorm)
 """Modules of the next that autocast leaves alone on the CPU; it casts inputs and weights of the others by itself."""
+
+_OF_VALUES = frozenset({list, tuple, *torch.return_types.all_return_types})  # type: ignore[attr-defined]
+"""Sequences that are made of their values, beside named tuples."""
 
 _OF_ONE_DTYPE = (*_NOT_BY_AUTOCAST, nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
 """Modules that torch computes only with inputs of their weights' dtype: casting changes no program that runs."""
@@ -258,18 +261,19 @@ def _compute_in_fp32(module: nn.Module, dtype: torch.dtype, hooks: list[Any]) ->
 
 def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> Any:
     """``tree`` with its floating-point tensors in ``dtype``; a new one where something changes. What is of unknown
-    types (caches), and what stands under a key in ``but``, is left.
+    types (caches, mappings that cannot be written to), and what stands under a key in ``but``, is left.
     """
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() and tree.dtype is not dtype and tree.itemsize > 1 else tree
-    if isinstance(tree, (list, tuple)):
+    kind: Any = type(tree)
+    # Of other sequences nobody knows how they are made.
+    if kind in _OF_VALUES or (isinstance(tree, tuple) and hasattr(kind, "_make")):
         # The same object where nothing changes, so that callers can tell by `is` and nothing is copied.
         values = [cast_floats(value, dtype, but=but) for value in tree]
         if all(new is old for new, old in zip(values, tree, strict=True)):
             return tree
-        kind: Any = type(tree)
-        return kind(*values) if hasattr(tree, "_fields") else kind(values)
-    if isinstance(tree, Mapping):
+        return kind(values) if kind in _OF_VALUES else kind._make(values)
+    if isinstance(tree, MutableMapping):
         changed = {k: v for k, old in tree.items() if (v := _but(k, old, dtype, but)) is not old}
         if not changed:
             return tree
@@ -281,9 +285,13 @@ def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> 
             made[key] = value
         return made
     if is_dataclass(tree) and not isinstance(tree, type):
-        new = {f.name: v for f in fields(tree) if (v := _but(f.name, getattr(tree, f.name), dtype, but)) is not None}
-        new = {name: value for name, value in new.items() if value is not getattr(tree, name)}
-        return replace(tree, **new) if new else tree
+        values_of = {field.name: getattr(tree, field.name, None) for field in fields(tree)}
+        changed = {k: v for k, old in values_of.items() if (v := _but(k, old, dtype, but)) is not old}
+        # Not `replace`, which calls __init__: it may want what no field keeps. Frozen ones are written to as well.
+        made = copy(tree) if changed else tree
+        for name, value in changed.items():
+            object.__setattr__(made, name, value)
+        return made
     return tree
 
 

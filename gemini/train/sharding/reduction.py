@@ -346,7 +346,8 @@ class Reduction(GradientSink):
             self.gradients.homes.promote([chunk])
         transient = self.transient
         if whole is None and (transient or self._channel.needs_all):
-            whole = self._open(chunk)
+            # Others wait in this reduction: no other one may be begun to make room for it.
+            whole = self._open(chunk, NEEDED)
         if whole is not None:
             for handle in handles:
                 if handle.name not in whole.arrived:
@@ -429,7 +430,7 @@ class Reduction(GradientSink):
     def _dtype_of(self, chunk: Chunk) -> torch.dtype:
         return torch.float32 if chunk.spec.fp32 else self._dtype
 
-    def _open(self, chunk: Chunk) -> _WholeGradient:
+    def _open(self, chunk: Chunk, asking: frozenset[Turn] = NEEDED | {Turn.SUMS}) -> _WholeGradient:
         """Memory for the gradient of a whole chunk; without room, others are reduced before they are complete."""
         # Micro-batches inside no_sync are added up here, in fp32.
         dtype = self._dtype_of(chunk) if self.reduces else torch.float32
@@ -440,9 +441,7 @@ class Reduction(GradientSink):
         while self._behind and self._manager.room.ledger.held(self._device.tier, _HOLDER) + num_bytes > self._room:
             self._wait_for_first()
         try:
-            self._manager.room.populate(
-                window, _HOLDER, what=f"the gradient of {chunk.name}", asking=NEEDED | {Turn.SUMS}
-            )
+            self._manager.room.populate(window, _HOLDER, what=f"the gradient of {chunk.name}", asking=asking)
         except BudgetExceeded as e:
             spare.append(window)
             if self.reduces:
