@@ -116,9 +116,6 @@ class Whole:
 WHOLE = Whole()
 
 
-# ---- autograd --------------------------------------------------------------------------------------------------------
-
-
 def call_without_grad(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """``function(*args, **kwargs)`` with autograd off."""
     return _call(False, function, *args, **kwargs)

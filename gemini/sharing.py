@@ -58,8 +58,6 @@ class Pool:
         """From now on what its model had is free."""
         self._members = [weakref.ref(other) for other in self.members() if other is not ledger]
 
-    # ---- bytes --------------------------------------------------------------------------------------------------
-
     def budget(self, tier: Tier) -> int:
         return self._budgets[tier]
 

@@ -101,8 +101,6 @@ def hush() -> None:
         warnings.simplefilter("ignore")
 
 
-# ---- tokenizers ------------------------------------------------------------------------------------------------------
-
 _SAMPLE = "The quick brown fox jumps over 13 lazy dogs."
 _REMEDY = (
     " Copy all of its files into the folder (tokenizer.save_pretrained(folder) of transformers writes them), or say "

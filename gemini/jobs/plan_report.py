@@ -171,8 +171,6 @@ def _step(
     }
 
 
-# ---- the screen ------------------------------------------------------------------------------------------------------
-
 FEW_STEPS = 100_000
 """Fewer steps than this until drives are worn out are a warning; of ten times as many nothing is said."""
 

@@ -270,8 +270,6 @@ def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTra
     return trace
 
 
-# ---- the quickest way ------------------------------------------------------------------------------------------------
-
 ALL = 2**20  # blocks of a model, or more
 PARTS = 8  # none, an eighth of all, a quarter, ... are kept
 CLOSE = 0.005  # what could be quicker by less than this part of a step is not looked at

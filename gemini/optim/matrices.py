@@ -120,9 +120,6 @@ def orthogonalized(matrix: Tensor, steps: int, eps: float) -> Tensor:
     return x.T if is_tall else x
 
 
-# ---- AdaLomo ---------------------------------------------------------------------------------------------------------
-
-
 class AdaLomoScalars(NamedTuple):
     lr: float
     weight_decay: float

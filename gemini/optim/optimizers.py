@@ -131,9 +131,6 @@ def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
     return [{**group, **adamw} if group["adamw"] else group for group in groups]
 
 
-# ---- Sophia: momentum divided by an estimate of the diagonal of the Hessian, which is made every few steps -----------
-
-
 class _Sophia(RuleOptimizer):
     @contextmanager
     def _estimating(self, call: str) -> Iterator[None]:

@@ -235,8 +235,6 @@ class Pipeline:
             return self.model.no_sync()  # type: ignore[no-any-return]
         return nullcontext()
 
-    # ---- over ranks ---------------------------------------------------------------------------------------------
-
     def _over_ranks(self, parts: list[dict[str, Any]]) -> torch.Tensor:
         runner = self._runner_for(parts[0])
         losses: list[torch.Tensor] = []

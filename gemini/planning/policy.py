@@ -118,8 +118,6 @@ def take_in_order(
     return tuple(victims) if missing <= 0 else None
 
 
-# ---- the moves of a step ---------------------------------------------------------------------------------------------
-
 NEVER = 2**62
 """The next use of a chunk that is not needed again."""
 

@@ -94,8 +94,6 @@ def name_of(spec: RuleSpec) -> str:
     return next((name for name, entry in RULES.items() if entry.spec == exact), exact.name)
 
 
-# ---- compact states --------------------------------------------------------------------------------------------------
-
 BLOCK = 64
 """Elements that share a scale."""
 

@@ -442,8 +442,6 @@ def with_4bit_base(trace: MemoryTrace) -> MemoryTrace:
     )
 
 
-# ---- tiles of tokens -------------------------------------------------------------------------------------------------
-
 LEAST_TILE = 256
 """Tokens that ``tile_tokens="auto"`` takes at least: products of fewer rows read weights more than they compute."""
 

@@ -268,9 +268,6 @@ def tell(
     raise RankMismatch(f"{doing}: the ranks disagree. Nothing was changed")
 
 
-# ---- what comes next -----------------------------------------------------------------------------------------------
-
-
 class Point(IntEnum):
     """Places where ranks meet, and how an error calls them."""
 

@@ -227,9 +227,6 @@ def unmanage(model: nn.Module, what: str) -> None:
             give_optimizer_back(optimizer)
 
 
-# ---- the changes -----------------------------------------------------------------------------------------------------
-
-
 def _to_call(undo: Callable[[], None]) -> Undo:
     return lambda model: undo()
 

@@ -168,9 +168,6 @@ def host_bytes(num_bytes: int, nodes: Collection[int] = ()) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------
-
-
 class Window(ABC):
     """Memory at a fixed place whose bytes come and go; ``bytes`` stays the same tensor throughout."""
 

@@ -143,8 +143,6 @@ class SlotPair:
                 self._keep_sum(slot, page, count, crc)
             page += count
 
-    # ---- writes that may be undone ------------------------------------------------------------------------------
-
     @property
     def can_be_tentative(self) -> bool:
         """Whether every page has a slot that holds neither what was committed nor what is there now."""

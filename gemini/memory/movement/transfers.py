@@ -281,9 +281,6 @@ def _close_all() -> None:
         worker.close()
 
 
-# ---- transfers -------------------------------------------------------------------------------------------------------
-
-
 class Lane(Enum):
     """A direction, with a thread of its own. The value is that thread's name."""
 

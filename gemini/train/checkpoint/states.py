@@ -153,9 +153,6 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
     )
 
 
-# ---- putting back ----------------------------------------------------------------------------------------------------
-
-
 class Rest:
     """What a checkpoint holds besides masters and states. What is of another model, optimizer or scheduler is refused
     in the making of it (PlanMismatch, saying what), which changes nothing, or by the model and the scheduler in

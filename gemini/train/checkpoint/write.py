@@ -335,9 +335,6 @@ def _write_values(path: Path, tensors: list[torch.Tensor]) -> dict[str, Any]:
     return {"header": writer.header_checksum, "tensors": listed}
 
 
-# ---- behind the training ---------------------------------------------------------------------------------------------
-
-
 class PendingCheckpoint(WriteObserver):
     """A checkpoint that may still be being written; what :func:`save_checkpoint` returns. A program calls :meth:`done`
     and :meth:`wait`, the model the other methods. Made on all ranks together, after they agreed to.

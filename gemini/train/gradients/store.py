@@ -499,8 +499,6 @@ def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.S
     return kernels.sum_grad24(tiles[0], tiles[1], whole.mul_(factor), adding=False)
 
 
-# ---- params of two stages --------------------------------------------------------------------------------------------
-
 # Gradients of params that two stages of a pipeline read (tied embeddings): each adds the other's to its own.
 #
 # Of two terms the order does not matter, so both ranks have the same bits, and their copies of the param stay the same.

@@ -266,9 +266,6 @@ def _equal_in_files(file_of: dict[str, str], first: str, second: str) -> bool:
         return all(torch.equal(one[at : at + step], other[at : at + step]) for at in range(0, rows, step))
 
 
-# ---- how params come from tensors of the files -----------------------------------------------------------------------
-
-
 class Made(NamedTuple):
     """How a param comes from tensors of a checkpoint."""
 

@@ -175,9 +175,6 @@ def _before_forward(module: nn.Module, name: str, dtype: torch.dtype) -> Any:
     return module.register_forward_pre_hook(lambda m, args: setattr(m, name, getattr(m, name).to(dtype)))
 
 
-# ---- where they meet ------------------------------------------------------------------------------------------------
-
-
 def cast_where_they_meet(
     model: nn.Module | Structure, kept: Mapping[int, str], dtype: torch.dtype, hooks: list[Any]
 ) -> None:

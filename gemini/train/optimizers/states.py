@@ -455,9 +455,6 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any], befo
     return found
 
 
-# ---- what may be loaded ----------------------------------------------------------------------------------------------
-
-
 def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -> None:
     """Refuse loaded states of other groups, those that are not of this rule (names, shapes, dtypes, step counts), and
     those of params that are frozen here, and have nowhere to keep them. Raises ValueError or TypeError, naming the

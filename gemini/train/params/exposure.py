@@ -184,9 +184,6 @@ class Exposure:
             )
 
 
-# ---- one param after the other ---------------------------------------------------------------------------------------
-
-
 def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
     """Make params of gathered chunks ordinary parameters; returns those that were written to since the last look."""
     written = []

@@ -149,9 +149,6 @@ def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
         chunk.flat = chunk.face = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")
 
 
-# ---- params that become trained later --------------------------------------------------------------------------------
-
-
 class TrainedParams:
     """Follows which params of one model are trained."""
 

@@ -421,8 +421,6 @@ def _declared_activations(trace: MemoryTrace, config: GeminiConfig) -> int | Non
     return 0 if trace.source is Source.STRUCTURE else None
 
 
-# ---- the trace of a structure ----------------------------------------------------------------------------------------
-
 # What is read together, before anything is known of a step: no work, no bytes and no batch. The engine reserves room
 # for these moments when it is given no trace. The names, ties and shapes that every trace of a model begins with come
 # from here too.

@@ -124,8 +124,6 @@ class GradientSink:
         """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
         return nullcontext()
 
-    # ---- inside backward ----------------------------------------------------------------------------------------
-
     def use(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk, or measure it.
         Raises GeminiError if no optimizer owns the param, or it got a gradient in this backward already.

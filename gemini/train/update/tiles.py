@@ -462,8 +462,6 @@ def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> It
         yield UpdateSpan(max(start, first), min(stop, last), run[0])
 
 
-# ---- streamed through the device -------------------------------------------------------------------------------------
-
 # A tile's planes are copied into a slot of staging in the device's memory on a stream of their own, the kernel follows
 # on a stream beside the computing one, and copies on a third one take back what it changed. Everything is ordered by
 # events on the device: the host begins tiles and waits only for a slot to be home again. What stands on the device
