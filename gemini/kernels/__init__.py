@@ -307,10 +307,9 @@ def host_sums(areas: Sequence[Tensor]) -> Any:
 def land_by_host(
     through: Any, copying: int, adding: int, src: Tensor, dst: Tensor, lo: Tensor | None, piece: int, is_added: bool
 ) -> Any:
-    """Give two streams of CUDA, one that copies and one that calls the host, all of `copy_grad`, `accumulate_grad` or
-    `sum_grad24` (with `lo`) of a CUDA tensor, `piece` elements at a time. Nobody waits: memory stays until the second
-    stream has come so far, and then `sums()` of what is returned gives the sums, or raises what went wrong on the host.
-    Raises RuntimeError if CUDA refuses: what it was given before is under way.
+    """Give a stream that copies and one that calls the host all of `copy_grad`, `accumulate_grad` or (with `lo`)
+    `sum_grad24`, `piece` elements at a time. Memory stays until the second has come so far; then `sums()` of the result
+    has the sums, or raises what went wrong. RuntimeError if CUDA refuses: what it was given before is under way.
     """
     isa = _isas["scalar"] if _isa is None else _isa  # CUDA can call no reference; the bits are the same
     at = copying, adding, src.data_ptr(), _dtypes[src.dtype], src.numel(), piece, dst.data_ptr(), _dtypes[dst.dtype]

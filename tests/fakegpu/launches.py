@@ -148,8 +148,10 @@ def install() -> None:
         setattr(kernels, name, _watched(name, getattr(kernels, name), written))
     land = CudaDevice._land_by_host
 
-    def told_land(device: CudaDevice, through: Any, areas: Any, source: Any, into: Any, lost: Any, *how: Any) -> Any:
-        told = land(device, through, areas, source, into, lost, *how)
+    def told_land(
+        device: CudaDevice, through: Any, areas: Any, source: Any, into: Any, lost: Any, *how: Any, **also: Any
+    ) -> Any:
+        told = land(device, through, areas, source, into, lost, *how, **also)
         for plane in (into, lost):  # by calls of the host, of which the runtime sees no more than when they come
             if plane is not None:
                 stream_uses(device._copying["sum"].stream.cuda_stream, plane, "a sum of the host", writes=True)

@@ -106,12 +106,20 @@ class RuntimeClock(VirtualClock):
             return timed_call
 
         def timed_land(
-            device: CudaDevice, through: Any, areas: Any, source: Any, into: Any, lost: Any, piece: int, is_added: bool
+            device: CudaDevice,
+            through: Any,
+            areas: Any,
+            source: Any,
+            into: Any,
+            lost: Any,
+            piece: int,
+            is_added: bool,
+            **also: Any,
         ) -> Any:
             of_plane = into.element_size() + (0 if lost is None else lost.element_size())
             touched = 1 + of_plane * (1 + is_added) / source.element_size()
             _runtime.fake_host_seconds(touched / clock.rates.host)
-            return land(device, through, areas, source, into, lost, piece, is_added)
+            return land(device, through, areas, source, into, lost, piece, is_added, **also)
 
         def timed_fetch(*args: Any) -> list[float]:
             numbers = fetch(*args)

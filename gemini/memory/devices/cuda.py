@@ -229,10 +229,15 @@ class CudaDevice(Device):
         return None if through is None else partial(self._land_by_host, through, areas)
 
     def _land_by_host(
-        self, through: Any, areas: Sequence[torch.Tensor], source: torch.Tensor, *how: Any
+        self,
+        through: Any,
+        areas: Sequence[torch.Tensor],
+        source: torch.Tensor,
+        *how: Any,
+        behind_computing: bool = True,
     ) -> tuple[Event, Event, Any]:
         with self.lock, torch.cuda.device(self.torch_device):
-            leaving, _ = self._copy_stream("evict", behind_computing=True)
+            leaving, _ = self._copy_stream("evict", behind_computing=behind_computing)
             adding, in_flight = self._copy_stream("sum", behind_computing=False)
             try:
                 sums = kernels.land_by_host(through, leaving.cuda_stream, adding.cuda_stream, source, *how)

@@ -178,7 +178,7 @@ class Device(ABC):
     def host_sums(self, areas: Sequence[torch.Tensor]) -> Callable[..., tuple[Event, Event, Any]] | None:
         """What lands gradients that the host has to add, through these areas of host memory, which nobody else uses.
         Called with one, its plane on the host, what rounding has lost there or None, the elements of a piece, and
-        whether to add, it gives all copies and calls of the host to the device, in order and behind what was computed:
+        whether to add, it gives copies and calls of the host to the device, in order, and ``behind_computing`` or not:
         when the gradient may go, when it is there, and what then has its ``sums()``, or raises what went wrong. None
         where only a thread can wait for each copy.
         """

@@ -134,7 +134,7 @@ class GradientStore:
         """Where those land that the host works on; without it each of them is waited for."""
         self._by_worker: Event = DONE  # the last landing by the worker: nothing else uses that staging meanwhile
         self._land_by_host: Any = None
-        if (own := self._staging) is not None:
+        if (own := self._staging or store.transfers.staging.get(Lane.REDUCE)) is not None:
             areas = [own.scratch(number, torch.float32, own.tile) for number in range(own.num_scratch)]
             self._land_by_host = store.device.host_sums(areas)
         self.landing = store.transfers.open[Lane.LANDING]  # gradients on their way
@@ -179,7 +179,8 @@ class GradientStore:
             return _GradPlace()
         # Its planes hold just the gradient, and a copy there is not waited for where it is begun.
         is_same = not rest and home.dtype == handle.view.dtype and self._device.copies_beside(home)
-        return _GradPlace(None, rest[0] if rest else None, home if is_same else None, home)
+        lost, summed = rest[0] if rest else None, home if self._behind else None
+        return _GradPlace(None, lost, home if is_same else None, summed)
 
     def _leave(self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool) -> None:
         """Land a gradient that leaves the device, or whose planes are not both there."""
@@ -267,9 +268,7 @@ class GradientStore:
                     # In place: by now the gradient may be that of an update, and the param have none.
                     sums.extend(self.land_piece(chunk, flat, at, adding, written))
             except BaseException:
-                # What was there of it may be torn: it has no gradient now.
-                if handle.norm_sums is sums:
-                    handle.norm_sums = None
+                handle.norm_sums = None  # what was there of it may be torn
                 raise
 
         # A param that has a gradient and no landing would be updated with what its plane had before.
@@ -291,17 +290,16 @@ class GradientStore:
         """Take note of landings that are over, in their order, which gives back their bytes: whether there were any.
         What has failed stays, to be told by :meth:`drain`.
         """
-        found = False
+        before = len(self.landing)
         for first in list(self.landing.values()):
             if not first.is_over() or first.outcome():
                 break
             self._transfers.end(first)
-            found = True
-        return found
+        return len(self.landing) < before
 
     def relieve(self, want: Want) -> bool:
-        """Give back the memory of a landing, the first that has some; False if there is none. Called by the training
-        thread, through the ledger. What is copied straight is waited for by the device and not by this thread.
+        """Give back the memory of the first landing that has some, if any. Called by the training thread, through the
+        ledger; what has all of its copies is waited for by the device and not by this thread.
         """
         if self._reap():
             return True
@@ -343,18 +341,32 @@ class GradientStore:
         view, lost = self._views(chunk, at, at + flat.numel())
         if view is not None:
             return _keep(view, lost, flat, adding)
-        # Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file.
-        # The same in every step, until the planes change.
+        # Tile by tile through host staging. The same in every step, until the planes change:
         planes = chunk.prepared.get(GRADS) or chunk.prepared.setdefault(GRADS, _grad_planes(chunk))
-        index = chunk.spec.index
         crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
+        # Where ranks have added up more than a tile on the device: all at once, and the thread waits for the last one.
+        if self._land_by_host is not None and self._staging is None and self._mover.in_worker and flat.is_cuda:
+            into, lost = (*(plane.host_view(at, at + flat.numel()) for plane in planes), None)[:2]
+            if into is not None and (lost is not None or len(planes) == 1):
+                self._mover.count(Tier.GPU, Tier.CPU, flat.nbytes)
+                piece = self._mover.tile * 4 // flat.element_size()
+                _, landed, found = self._land_by_host(flat, into, lost, piece, adding, behind_computing=False)
+                landed.wait()
+                return found.sums()  # type: ignore[no-any-return]
         sums: kernels.Sums = []
-        with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
+        with self._mover.about("gradient landing", f"land gradients of chunk {chunk.spec.index}", chunk.spec.index):
             for start, stop in tiles(0, flat.numel(), self._mover.tile):
                 # A slice of all of it would be one more operation of torch's.
                 incoming = flat if stop - start == flat.numel() else flat[start:stop]
                 if crosses:
-                    incoming = self._bring_in(incoming, after)
+                    inbound, own = self._mover.scratch(0, flat.dtype, stop - start), self._mover.own_staging()
+                    # A worker's gradient is there behind `after`; what was computed since is more than this copy needs.
+                    how = {"behind_computing": not self._mover.in_worker, "kept": True}
+                    copy = partial(self._device.copy, inbound, incoming, "evict", after, **how)
+                    copied = self._mover.under_way(Tier.GPU, Tier.CPU, inbound.nbytes, copy, "land gradients", -1)
+                    own.leaves(0, copied)  # an interrupt must leave no area to others that it is copied to
+                    copied.wait()
+                    incoming = inbound
                 parts, staged = self._on_host(planes, at + start, at + stop, loaded=adding)
                 # Tile by tile in order: the norm is a fixed tree over these sums.
                 sums += _keep(parts[0], parts[1] if len(parts) > 1 else None, incoming, adding)
@@ -385,19 +397,6 @@ class GradientStore:
         for handle in handles:
             zero = torch.zeros((), dtype=handle.chunk.planes[GRAD].dtype, device=self._device.torch_device)
             self.add_part(handle, zero.expand(handle.part.numel))
-
-    def _bring_in(self, part: torch.Tensor, after: Event | None) -> torch.Tensor:
-        """Copy a part of a gradient from the device into staging."""
-        inbound = self._mover.scratch(0, part.dtype, part.numel())
-        # A worker's gradient is there behind `after`; what was computed since is more than this copy needs.
-        behind = not self._mover.in_worker
-        copy = partial(self._device.copy, inbound, part, "evict", after, behind_computing=behind, kept=True)
-        copied = self._mover.under_way(Tier.GPU, Tier.CPU, inbound.nbytes, copy, "land gradients", -1)
-        self._mover.own_staging().leaves(
-            0, copied
-        )  # an interrupt must not leave an area to others that it is copied to
-        copied.wait()
-        return inbound
 
     def _on_host(
         self, planes: list[Plane], start: int, stop: int, *, loaded: bool
