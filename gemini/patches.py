@@ -7,8 +7,9 @@ has after a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
@@ -64,7 +65,9 @@ def register(place: str, function: Any) -> Any:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let ``owner``, of another package or of ours, have another attribute inside the block."""
+    """Let ``owner``, an object of one thread, have another attribute inside the block. For what all threads share (a
+    module, a class) there is :func:`replaced_for_thread`.
+    """
     own = vars(owner)
     # An inherited attribute is not set on the owner afterwards.
     before, was_own = own.get(name), name in own
@@ -76,6 +79,55 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         elif name in own:
             delattr(owner, name)
+
+
+@contextmanager
+def replaced_for_thread(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a function of a module or a class be another one inside the block, for calls of this thread. Those of other
+    threads stay as they are, and each may have its own, whichever ends first. What ``function`` needs of the one that
+    it replaces it takes from :func:`original`: the attribute may be another thread's.
+    """
+    place, entry = (owner, name), (threading.get_ident(), function)
+    try:
+        with _lock:
+            if place not in _by_thread:
+                _by_thread[place] = _ByThread(owner, name)
+            _by_thread[place].entries += (entry,)
+        yield
+    finally:
+        with _lock:
+            if (found := _by_thread.get(place)) is not None:
+                found.entries = tuple(other for other in found.entries if other is not entry)
+                if not found.entries:
+                    _by_thread.pop(place).put.close()
+
+
+def original(owner: Any, name: str) -> Any:
+    """What a module or a class has where no thread has replaced it."""
+    with _lock:
+        found = _by_thread.get((owner, name))
+        return getattr(owner, name, None) if found is None else found.before
+
+
+class _ByThread:
+    """A function of which some threads have another one."""
+
+    def __init__(self, owner: Any, name: str):
+        self.before, self.put = getattr(owner, name), ExitStack()
+        self.entries: tuple[tuple[int, Callable[..., Any]], ...] = ()  # never changed in place: all threads read it
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.get_ident()
+            # The last of several of one thread.
+            of_thread = [function for other, function in self.entries if other == thread]
+            return (of_thread or [self.before])[-1](*args, **kwargs)
+
+        is_static = isinstance(vars(owner).get(name), staticmethod)
+        self.put.enter_context(replaced(owner, name, staticmethod(called) if is_static else called))
+
+
+_by_thread: dict[tuple[Any, str], _ByThread] = {}
+_lock = threading.RLock()
 
 
 @contextmanager

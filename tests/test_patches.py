@@ -8,6 +8,8 @@ import ast
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -149,11 +151,13 @@ def test_what_stays_is_installed_by_the_table_alone() -> None:
 
 FOR_THE_TIME_OF_A_CALL = {
     "signal.signal": "Ctrl-C is held back while a state changes, and by `gemini sft` until a checkpoint is written",
-    "torch.nn.Module.register_parameter": "from_config: params go home as they are made; in this thread only",
+    "torch.nn.Module.register_parameter": "from_config: params go home as they are made",
+    "torch.nn.init": "from_config, trace: shapes are found out without drawing values",
     "transformers.PreTrainedModel.init_weights": "from_config, trace: shapes are found out without drawing values",
     "transformers.PreTrainedModel._load_pretrained_model": "from_pretrained: shapes first, values when there are homes",
     "transformers.PreTrainedModel._finalize_model_loading": "the same",
     "transformers.core_model_loading.set_param_for_module": "the same: what was read goes home",
+    "transformers.core_model_loading.ThreadPoolExecutor": "the same: one param is read after the other",
     "transformers.core_model_loading.is_dtensor": "from_pretrained over tp and ep: slices are read, not whole tensors",
     "transformers.core_model_loading.DtensorShardOperation": "the same",
     "transformers.core_model_loading.WeightConverter.convert": "from_pretrained: how params come from tensors is noted",
@@ -161,22 +165,80 @@ FOR_THE_TIME_OF_A_CALL = {
     "torch.nn.functional.scaled_dot_product_attention": "trace: the memory that it takes on another device",
     "torch.nn.functional.dropout": "trace: the same",
 }
-"""What is put back when a call of ours ends."""
+"""What is put back when a call of ours ends. Functions are other ones for the thread of that call alone."""
 
 
 def test_what_is_put_back_is_listed() -> None:
-    """By its name, where :func:`replaced` is told one. What a step, or who replaces it, has is nobody else's."""
+    """By its name. What a step, or who replaces it, has is nobody else's; what all threads have is replaced for one."""
     listed = {place.rpartition(".")[2] for place in FOR_THE_TIME_OF_A_CALL}
     of_one_object = {"state_dict", "_weight_conversions", "_loss_function", "gather", "is_loaded_in_4bit"}
     of_one_object |= {"add_adapter", "get_parameter", "num_key_value_groups", "training", "in_forward", "module"}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
-            is_ours = isinstance(node, ast.Call) and node.args and ast.unparse(node.args[0]).endswith(("state", "self"))
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "replaced" and not is_ours:
-                assert isinstance(node.args[1], ast.Constant), f"{path.name}:{node.lineno}"
-                assert node.args[1].value in listed | of_one_object, node.args[1].value
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "signal.signal":
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called == "signal.signal":
                 assert "signal.signal" in FOR_THE_TIME_OF_A_CALL
+            if called not in ("replaced", "replaced_for_thread") or path.name == "patches.py":
+                continue
+            owner, name = node.args[:2]  # type: ignore[attr-defined]
+            if called == "replaced" and ast.unparse(owner).endswith(("state", "self")):
+                continue
+            allowed = of_one_object if called == "replaced" else listed
+            what = name.value if isinstance(name, ast.Constant) else ast.unparse(owner).removeprefix("nn.")
+            assert what in allowed, f"{path.name}:{node.lineno} {what}"  # type: ignore[attr-defined]
+
+
+class Shared:
+    """What two threads have."""
+
+    @staticmethod
+    def made(name: str) -> str:
+        return f"plain {name}"
+
+    def own(self) -> str:
+        return "plain"
+
+
+def in_other_thread(function: Any) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(timeout=30)
+
+
+def test_a_function_is_replaced_for_one_thread() -> None:
+    before = dict(vars(Shared))
+    with patches.replaced_for_thread(Shared, "made", lambda name: f"ours {name}"):
+        assert Shared.made("a") == Shared().made("a") == "ours a"
+        assert in_other_thread(lambda: Shared.made("a")) == "plain a"
+        assert patches.original(Shared, "made")("a") == "plain a"
+        with patches.replaced_for_thread(Shared, "made", lambda name: f"inner {name}"):
+            assert Shared.made("a") == "inner a"
+        assert Shared.made("a") == "ours a"
+    with pytest.raises(KeyboardInterrupt), patches.replaced_for_thread(Shared, "own", lambda self: type(self)):
+        assert Shared().own() is Shared
+        raise KeyboardInterrupt
+    assert dict(vars(Shared)) == before and not patches._by_thread
+
+
+def test_threads_that_replace_a_function_leave_in_any_order() -> None:
+    """The first one to come is the first one to go: put back in turn, it would leave what the second one has found."""
+    before, is_in, may_go = dict(vars(Shared)), threading.Event(), threading.Event()
+
+    def second() -> tuple[str, str]:
+        with patches.replaced_for_thread(
+            Shared, "made", lambda name: "second, of " + patches.original(Shared, "made")(name)
+        ):
+            is_in.set()
+            assert may_go.wait(30)
+            return Shared.made("b"), Shared().own()
+
+    with ThreadPoolExecutor(1) as pool:
+        with patches.replaced_for_thread(Shared, "made", lambda name: "first"):
+            other = pool.submit(second)
+            assert is_in.wait(30) and Shared.made("a") == "first"
+        assert Shared.made("a") == "plain a"
+        may_go.set()
+        assert other.result(timeout=30) == ("second, of plain b", "plain")
+    assert dict(vars(Shared)) == before and not patches._by_thread
 
 
 @pytest.mark.parametrize("install", [patches.patch, patches.register])

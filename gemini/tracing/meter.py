@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from gemini.patches import replaced
+from gemini.patches import replaced_for_thread
 from gemini.planning.layout import page_up
 from gemini.planning.trace import AttentionWork
 
@@ -416,8 +416,8 @@ class Cuda(Target):
     @contextmanager
     def operations(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(replaced(functional, "scaled_dot_product_attention", _attention_on_cuda))
-            stack.enter_context(replaced(functional, "dropout", _dropout))
+            stack.enter_context(replaced_for_thread(functional, "scaled_dot_product_attention", _attention_on_cuda))
+            stack.enter_context(replaced_for_thread(functional, "dropout", _dropout))
             yield
 
 

@@ -7,7 +7,9 @@ pages that params may take while they are drawn are made so few that every param
 import copy
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from torch import nn
 from transformers import core_model_loading as conversions
 
 import gemini
-from gemini.train.loading import skeleton
+from gemini.train.loading import from_pretrained, skeleton
 from gemini.train.loading.from_pretrained import Made, StoredModel, reading_of
+from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import TensorSlice
 from tests.hunts.zoo.configs import tiny_config
 from tests.world import world_of
@@ -623,3 +626,70 @@ def test_slices_of_sources_make_the_slice(kind: str) -> None:
 )
 def test_what_is_not_understood_is_read_whole(made: Made | None) -> None:
     assert reading_of(TensorSlice((8, 4), 0, 1, 0, 2), made) is None
+
+
+# ---- other threads meanwhile -----------------------------------------------------------------------------------------
+
+
+def _while_it(owner: Any, step: str, call: Callable[[], Any], other: Callable[[], Any], patch: Any) -> tuple[Any, Any]:
+    """Both results, where ``other`` runs on a second thread at the first ``step`` of what ``call`` does on this one."""
+    at_step, main, found, took = getattr(owner, step), threading.get_ident(), list[Any](), list[Any]()
+
+    def with_other(*args: Any, **kwargs: Any) -> Any:
+        result = at_step(*args, **kwargs)
+        if threading.get_ident() == main and not took:
+            took.append(True)
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(other).result(timeout=120))
+        return result
+
+    patch.setattr(owner, step, with_other)
+    return call(), found[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])  # as they are in the file, and converted
+@pytest.mark.parametrize(("owner", "step"), [(from_pretrained, "_shapes"), (ByName, "write_whole")])
+def test_a_plain_load_in_another_thread_is_a_plain_load(
+    family: str, owner: Any, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other weights with the same names, and of a model with other names."""
+    ours, theirs, others = plain_model(family), plain_model(family, seed=5), plain_model("gpt2")
+    for name, model in (("ours", ours), ("theirs", theirs), ("others", others)):
+        model.save_pretrained(tmp_path / name)
+
+    def load() -> list[Any]:
+        return [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("theirs", "others")]
+
+    managed, loaded = _while_it(
+        owner, step, lambda: gemini.from_pretrained(tmp_path / "ours", config_of()), load, monkeypatch
+    )
+    for found, wanted in zip(loaded, (theirs, others), strict=True):
+        values = wanted.state_dict()
+        assert found.state_dict().keys() == values.keys()
+        assert all(torch.equal(value, values[name]) for name, value in found.state_dict().items())
+    assert_same(managed, ours.eval())
+
+
+def test_a_model_is_drawn_in_another_thread_while_from_config_finds_out_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list(plain_model("llama").state_dict().values())
+    _, found = _while_it(
+        transformers.LlamaForCausalLM,
+        "__init__",
+        lambda: gemini.from_config(FAMILIES["llama"][0](), config_of()),
+        lambda: list(plain_model("llama").state_dict().values()),
+        monkeypatch,
+    )
+    assert all(torch.equal(value, wanted) for value, wanted in zip(found, drawn, strict=True))
+
+
+def test_attention_in_another_thread_is_torch_s_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, q = plain_model("llama"), torch.ones(1, 4, 8, 8)
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "labels": torch.ones(1, 8, dtype=torch.long)}
+    _, names = _while_it(
+        transformers.LlamaForCausalLM,
+        "forward",
+        lambda: gemini.trace(model, batch, target="cuda"),
+        lambda: nn.functional.scaled_dot_product_attention(q.requires_grad_(), q, q).grad_fn.name(),
+        monkeypatch,
+    )
+    assert names == "ScaledDotProductFlashAttentionForCpuBackward0"

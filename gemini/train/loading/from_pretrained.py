@@ -31,7 +31,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError, StorageError
-from gemini.patches import replaced, replaced_in
+from gemini.patches import original, replaced, replaced_for_thread, replaced_in
 from gemini.ranks.group import Ranks
 from gemini.train.ddp import managed_class
 from gemini.train.loading.skeleton import (
@@ -129,8 +129,8 @@ def skeleton_from_pretrained(
 
 @contextlib.contextmanager
 def _on_meta_tensors() -> Iterator[list[StoredFiles]]:
-    """Within: transformers loads shapes instead of values; of what, is in the list then. Raises GeminiError if this
-    version of transformers has no such steps.
+    """Within: transformers loads shapes instead of values on this thread; of what, is in the list then. Raises
+    GeminiError if this version of transformers has no such steps.
     """
     from transformers import modeling_utils
 
@@ -165,8 +165,8 @@ def _on_meta_tensors() -> Iterator[list[StoredFiles]]:
 
     with (
         _LOCK,
-        replaced(base, "_load_pretrained_model", staticmethod(load)),
-        replaced(base, "_finalize_model_loading", staticmethod(finish)),
+        replaced_for_thread(base, "_load_pretrained_model", load),
+        replaced_for_thread(base, "_finalize_model_loading", finish),
     ):
         yield sources
 
@@ -349,7 +349,7 @@ def noting_how(made: dict[str, Made], shapes: Mapping[str, torch.Tensor]) -> Ite
     with contextlib.ExitStack() as stack:
         for name in ("WeightRenaming", "WeightConverter"):
             class_: Any = getattr(core_model_loading, name)
-            stack.enter_context(replaced(class_, "convert", noting(class_.convert)))
+            stack.enter_context(replaced_for_thread(class_, "convert", noting(original(class_, "convert"))))
         yield
 
 
@@ -374,14 +374,14 @@ def reading_slices(metas: Mapping[str, torch.Tensor], readings: Mapping[str, Sli
         yield
         return
     with (
-        replaced(core_model_loading, "is_dtensor", lambda param: id(param) in by_meta),
-        replaced(core_model_loading, "DtensorShardOperation", Step),
+        replaced_for_thread(core_model_loading, "is_dtensor", lambda param: id(param) in by_meta),
+        replaced_for_thread(core_model_loading, "DtensorShardOperation", Step),
     ):
         yield
 
 
 _LOCK = threading.Lock()
-"""Internal steps of transformers are replaced for the time of one load."""
+"""One load at a time: transformers sets torch's default dtype, and torch's initializations, for all threads."""
 
 Place = Callable[[str, torch.Tensor], None]
 """What becomes of a value, given by the name of a param or a buffer."""
@@ -513,7 +513,8 @@ class StoredModel(Skeleton):
         """Let transformers read and convert one param after the other (those of ``names``, or all)."""
         from transformers import core_model_loading
 
-        internal_step(core_model_loading, "set_param_for_module")
+        for step in ("set_param_for_module", "ThreadPoolExecutor"):
+            internal_step(core_model_loading, step)
 
         def put(model: Any, name: str, value: torch.Tensor, found: Any, *_: Any) -> None:
             # As set_param_for_module does: what is left at the end counts as missing.
@@ -529,13 +530,12 @@ class StoredModel(Skeleton):
                 settings = replace(settings, weight_mapping=deepcopy(settings.weight_mapping))
                 stack.enter_context(replaced(model, "_weight_conversions", None))
                 stack.enter_context(without_progress())
-            # Before the first step is replaced: another load on another thread must not take ours for its own.
             stack.enter_context(_LOCK)
-            stack.enter_context(replaced(core_model_loading, "set_param_for_module", put))
+            stack.enter_context(replaced_for_thread(core_model_loading, "set_param_for_module", put))
             stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
             stack.enter_context(reading_slices(self._metas, readings or {}))
-            # Else threads read far ahead.
-            stack.enter_context(replaced_in(os.environ, "HF_DEACTIVATE_ASYNC_LOAD", "1"))
+            # Else threads read far ahead, and what is replaced here is so for this one alone.
+            stack.enter_context(replaced_for_thread(core_model_loading, "ThreadPoolExecutor", lambda **_: None))
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)
 
 
@@ -588,7 +588,7 @@ def open_tensors(file_of: Mapping[str, str], keys: Sequence[str], stack: context
 
 def internal_step(owner: Any, name: str) -> Any:
     """A step inside transformers that has no public name."""
-    found = getattr(owner, name, None)
+    found = original(owner, name)
     if found is None:
         import transformers
 

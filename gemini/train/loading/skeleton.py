@@ -25,7 +25,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError
-from gemini.patches import replaced
+from gemini.patches import original, replaced_for_thread
 from gemini.ranks.group import Ranks
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import manage
@@ -388,14 +388,12 @@ def _differs(model: nn.Module, name: str) -> GeminiError:
 @contextlib.contextmanager
 def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
     """Let ``replace`` say which param is registered whenever a module registers one."""
-    original, thread = nn.Module.register_parameter, threading.get_ident()
+    put = original(nn.Module, "register_parameter")
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        # Other threads of the program may build modules meanwhile.
-        is_ours = param is not None and threading.get_ident() == thread
-        original(self, name, replace(param) if is_ours else param)  # type: ignore[arg-type]
+        put(self, name, None if param is None else replace(param))
 
-    with replaced(nn.Module, "register_parameter", register):
+    with replaced_for_thread(nn.Module, "register_parameter", register):
         yield
 
 
@@ -403,13 +401,17 @@ def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[No
 def without_drawing() -> Iterator[None]:
     """Initializations do nothing (meta tensors have no values, and some models compute with theirs), ties are made."""
     from transformers import PreTrainedModel
-    from transformers.initialization import no_init_weights
 
     def only_tie(model: Any) -> None:
         # All that is left of it; a model may call it more than once.
         model.tie_weights(recompute_mapping=False)
 
-    with no_init_weights(), replaced(PreTrainedModel, "init_weights", only_tie):
+    # Not no_init_weights of transformers, which takes them from every thread.
+    draws = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
+    with contextlib.ExitStack() as stack:
+        for name in draws:
+            stack.enter_context(replaced_for_thread(nn.init, name, lambda tensor, *_, **__: tensor))
+        stack.enter_context(replaced_for_thread(PreTrainedModel, "init_weights", only_tie))
         yield
 
 
