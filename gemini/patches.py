@@ -8,7 +8,7 @@ has after a run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -117,10 +117,8 @@ class _ByThread:
         self.entries: tuple[tuple[int, Callable[..., Any]], ...] = ()  # never changed in place: all threads read it
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            thread = threading.get_ident()
-            # The last of several of one thread.
-            of_thread = [function for other, function in self.entries if other == thread]
-            return (of_thread or [self.before])[-1](*args, **kwargs)
+            # The last entry of a thread is the one that it has.
+            return dict(self.entries).get(threading.get_ident(), self.before)(*args, **kwargs)
 
         is_static = isinstance(vars(owner).get(name), staticmethod)
         self.put.enter_context(replaced(owner, name, staticmethod(called) if is_static else called))
@@ -128,20 +126,6 @@ class _ByThread:
 
 _by_thread: dict[tuple[Any, str], _ByThread] = {}
 _lock = threading.RLock()
-
-
-@contextmanager
-def replaced_in(mapping: MutableMapping[Any, Any], key: Any, value: Any) -> Iterator[None]:
-    """The same of an entry of a mapping."""
-    before, was_there = mapping.get(key), key in mapping
-    try:
-        mapping[key] = value
-        yield
-    finally:
-        if was_there:
-            mapping[key] = before
-        else:
-            mapping.pop(key, None)
 
 
 class Overrides:

@@ -15,7 +15,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from gemini.patches import replaced_for_thread
+from gemini.patches import original, replaced_for_thread
 from gemini.planning.layout import page_up
 from gemini.planning.trace import AttentionWork
 
@@ -415,9 +415,10 @@ class Cuda(Target):
 
     @contextmanager
     def operations(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(replaced_for_thread(functional, "scaled_dot_product_attention", _attention_on_cuda))
-            stack.enter_context(replaced_for_thread(functional, "dropout", _dropout))
+        with (
+            replaced_for_thread(functional, "scaled_dot_product_attention", _attention_on_cuda),
+            replaced_for_thread(functional, "dropout", _dropout),
+        ):
             yield
 
 
@@ -490,10 +491,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
 
 
-_plain_dropout = functional.dropout
-
-
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     if not training or inplace or not 0 < p < 1:
-        return _plain_dropout(input, p, training, inplace)
+        return original(functional, "dropout")(input, p, training, inplace)
     return _aten.native_dropout(input, p, True)[0]

@@ -603,7 +603,7 @@ def test_slices_of_sources_make_the_slice(kind: str) -> None:
             name: [
                 part
                 for number, tensor in enumerate(found)
-                if (part := reading.read(tensor, number, whole.dtype)) is not None
+                if (part := reading.shard_tensor(tensor, number, dtype=whole.dtype)) is not None
             ]
             for name, found in patterns.items()
         }

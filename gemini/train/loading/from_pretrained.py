@@ -31,7 +31,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError, StorageError
-from gemini.patches import original, replaced, replaced_for_thread, replaced_in
+from gemini.patches import original, replaced, replaced_for_thread
 from gemini.ranks.group import Ranks
 from gemini.train.ddp import managed_class
 from gemini.train.loading.skeleton import (
@@ -258,12 +258,7 @@ def _equal_in_files(file_of: dict[str, str], first: str, second: str) -> bool:
         return False
     with contextlib.ExitStack() as stack:
         one, other = open_tensors(file_of, [first, second], stack)
-        if one.get_shape() != other.get_shape():
-            return False
-        if not one.get_shape():  # one number each
-            return torch.equal(one[...], other[...])
-        rows, step = one.get_shape()[0], 4096
-        return all(torch.equal(one[at : at + step], other[at : at + step]) for at in range(0, rows, step))
+        return torch.equal(one[...], other[...])  # mapped memory: no copy
 
 
 class Made(NamedTuple):
@@ -284,9 +279,9 @@ class SliceReading(NamedTuple):
     of_each: TensorSlice | None  # the slice of each tensor; None if those that are read are read whole
     some: tuple[int, int] | None  # the first that is read of those that each pattern has found, and the end
 
-    def read(self, tensor: Any, number: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Read what is here of the tensor with this number; None if nothing is."""
-        if self.some is not None and number is not None and not self.some[0] <= number < self.some[1]:
+    def shard_tensor(self, tensor: Any, tensor_idx: Any = None, device: Any = None, dtype: Any = None) -> Any:
+        """Read what is here of the tensor with this number, None if nothing is: transformers calls it by this name."""
+        if self.some is not None and tensor_idx is not None and not self.some[0] <= tensor_idx < self.some[1]:
             return None
         # A view of mapped memory: nothing is read until it is copied.
         mapped: torch.Tensor = tensor[...]
@@ -350,33 +345,6 @@ def noting_how(made: dict[str, Made], shapes: Mapping[str, torch.Tensor]) -> Ite
         for name in ("WeightRenaming", "WeightConverter"):
             class_: Any = getattr(core_model_loading, name)
             stack.enter_context(replaced_for_thread(class_, "convert", noting(original(class_, "convert"))))
-        yield
-
-
-@contextlib.contextmanager
-def reading_slices(metas: Mapping[str, torch.Tensor], readings: Mapping[str, SliceReading]) -> Iterator[None]:
-    """Within transformers reads for these params, of which ``metas`` has those it asks about, only what is here. A
-    version of transformers without that step reads all of them.
-    """
-    from transformers import core_model_loading
-
-    # transformers asks about the tensors of the state dict that it was given, which are these.
-    by_meta = {id(metas[name]): reading for name, reading in readings.items()}
-
-    class Step:
-        def __init__(self, param: torch.Tensor):
-            self._reading = by_meta[id(param)]
-
-        def shard_tensor(self, tensor: Any, tensor_idx: Any = None, device: Any = None, dtype: Any = None) -> Any:
-            return self._reading.read(tensor, tensor_idx, dtype)
-
-    if not hasattr(core_model_loading, "DtensorShardOperation"):
-        yield
-        return
-    with (
-        replaced_for_thread(core_model_loading, "is_dtensor", lambda param: id(param) in by_meta),
-        replaced_for_thread(core_model_loading, "DtensorShardOperation", Step),
-    ):
         yield
 
 
@@ -513,8 +481,7 @@ class StoredModel(Skeleton):
         """Let transformers read and convert one param after the other (those of ``names``, or all)."""
         from transformers import core_model_loading
 
-        for step in ("set_param_for_module", "ThreadPoolExecutor"):
-            internal_step(core_model_loading, step)
+        internal_step(core_model_loading, "set_param_for_module")
 
         def put(model: Any, name: str, value: torch.Tensor, found: Any, *_: Any) -> None:
             # As set_param_for_module does: what is left at the end counts as missing.
@@ -531,11 +498,18 @@ class StoredModel(Skeleton):
                 stack.enter_context(replaced(model, "_weight_conversions", None))
                 stack.enter_context(without_progress())
             stack.enter_context(_LOCK)
-            stack.enter_context(replaced_for_thread(core_model_loading, "set_param_for_module", put))
             stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
-            stack.enter_context(reading_slices(self._metas, readings or {}))
-            # Else threads read far ahead, and what is replaced here is so for this one alone.
-            stack.enter_context(replaced_for_thread(core_model_loading, "ThreadPoolExecutor", lambda **_: None))
+            # It asks about the tensors of that state dict, and reads slices of what it takes for DTensors.
+            by_meta = {id(self._metas[name]): reading for name, reading in (readings or {}).items()}
+            steps: dict[str, Callable[..., Any]] = {
+                "set_param_for_module": put,
+                "is_dtensor": lambda param: id(param) in by_meta,
+                "DtensorShardOperation": lambda param: by_meta[id(param)],
+                # Else threads read far ahead, and what is replaced here is so for this one alone.
+                "ThreadPoolExecutor": lambda **_: None,
+            }
+            for step in steps.keys() & vars(core_model_loading).keys():  # an older one reads whole tensors
+                stack.enter_context(replaced_for_thread(core_model_loading, step, steps[step]))
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)
 
 
@@ -631,5 +605,6 @@ def _apart(model: Any) -> Iterator[None]:
                 empty = torch.empty(params[leaf].shape, dtype=params[leaf].dtype)  # takes memory only if written
                 placeholder: Any = nn.Parameter(empty, requires_grad=False)
                 placeholder._is_hf_initialized = True
-                stack.enter_context(replaced_in(params, leaf, placeholder))
+                stack.callback(params.__setitem__, leaf, params[leaf])
+                params[leaf] = placeholder
         yield

@@ -399,19 +399,15 @@ def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[No
 
 @contextlib.contextmanager
 def without_drawing() -> Iterator[None]:
-    """Initializations do nothing (meta tensors have no values, and some models compute with theirs), ties are made."""
+    """``init_weights`` does nothing (some models compute with values, which meta tensors lack) but that ties are made."""
     from transformers import PreTrainedModel
 
     def only_tie(model: Any) -> None:
         # All that is left of it; a model may call it more than once.
         model.tie_weights(recompute_mapping=False)
 
-    # Not no_init_weights of transformers, which takes them from every thread.
-    draws = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
-    with contextlib.ExitStack() as stack:
-        for name in draws:
-            stack.enter_context(replaced_for_thread(nn.init, name, lambda tensor, *_, **__: tensor))
-        stack.enter_context(replaced_for_thread(PreTrainedModel, "init_weights", only_tie))
+    # Not no_init_weights of transformers, which takes initializations from every thread.
+    with replaced_for_thread(PreTrainedModel, "init_weights", only_tie):
         yield
 
 
