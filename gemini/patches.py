@@ -65,9 +65,7 @@ def register(place: str, function: Any) -> Any:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let ``owner``, an object of one thread, have another attribute inside the block. For what all threads share (a
-    module, a class) there is :func:`replaced_for_thread`.
-    """
+    """Let ``owner`` have another attribute inside the block: an object of one thread, no module and no class."""
     own = vars(owner)
     # An inherited attribute is not set on the owner afterwards.
     before, was_own = own.get(name), name in own

@@ -497,7 +497,6 @@ class StoredModel(Skeleton):
                 settings = replace(settings, weight_mapping=deepcopy(settings.weight_mapping))
                 stack.enter_context(replaced(model, "_weight_conversions", None))
                 stack.enter_context(without_progress())
-            stack.enter_context(_LOCK)
             stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
             # It asks about the tensors of that state dict, and reads slices of what it takes for DTensors.
             by_meta = {id(self._metas[name]): reading for name, reading in (readings or {}).items()}

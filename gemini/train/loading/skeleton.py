@@ -399,14 +399,13 @@ def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[No
 
 @contextlib.contextmanager
 def without_drawing() -> Iterator[None]:
-    """``init_weights`` does nothing (some models compute with values, which meta tensors lack) but that ties are made."""
+    """On this thread models are not initialized (some compute with values, which meta tensors lack), ties are made."""
     from transformers import PreTrainedModel
 
     def only_tie(model: Any) -> None:
         # All that is left of it; a model may call it more than once.
         model.tie_weights(recompute_mapping=False)
 
-    # Not no_init_weights of transformers, which takes initializations from every thread.
     with replaced_for_thread(PreTrainedModel, "init_weights", only_tie):
         yield
 
