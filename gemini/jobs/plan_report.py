@@ -46,6 +46,7 @@ def describe(
     """
     problem = problem_of(settings, machine, trace) if plan is None else plan.problem
     ranks, accumulate = problem.layout.ranks, settings.accumulate if plan is None else plan.accumulate
+    accumulate = max(accumulate // trace.micro_batches, 1)
     needs, update = Counter[str](), Counter[str]()
     for sizes in problem.sizes:
         needs.update(sizes)
@@ -69,7 +70,8 @@ def describe(
         "tile_tokens": trace.tile_tokens,
         "batch": dict(trace.batch),
         "tokens": best.tokens if best else trace.tokens * accumulate * ranks,
-        "accumulate": accumulate,
+        "accumulate": accumulate * trace.micro_batches,
+        "order": "bfs" if trace.micro_batches > 1 else "dfs",
         "ranks": ranks,
         "compute": machine.compute.value,
         "machine": None if machine.hardware is None else machine.hardware.name,
@@ -192,7 +194,7 @@ def _head(report: Report) -> Iterator[RenderableType]:
     shapes = sorted({"x".join(map(str, shape)) for shape in report["batch"].values()})
     step_words = {
         f"{', '.join(shapes) or 'a batch'} tokens": True,
-        f"{micro_batches} micro-batches": micro_batches > 1,
+        f"{micro_batches} micro-batches{' block by block' if report['order'] == 'bfs' else ''}": micro_batches > 1,
         f"gradient checkpointing{but_kept}": report["checkpointing"],
         f"tiles of {tile_words(report['tile_tokens'])}": report["tile_tokens"],
         f"{ranks} {'GPUs' if report['compute'] == 'gpu' else 'processes'}": ranks > 1,

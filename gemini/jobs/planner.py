@@ -26,7 +26,7 @@ from gemini.jobs.trace import params_of, seq_len_of, take_trace
 from gemini.planning import document
 from gemini.planning.costs import MeshSizes, Speeds
 from gemini.planning.hardware import Hardware, load_hardware
-from gemini.planning.parallel import least_seconds
+from gemini.planning.parallel import block_by_block, least_seconds
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
@@ -130,8 +130,16 @@ class Way:
         """The step that is planned for: traced, or read and found to be of the model that was named."""
         settings = self.settings
         if settings.trace is not None:
-            return self._traces.read(settings.trace, settings.config, settings.layers)
-        return self._traces.take(settings.traced(target="cuda" if self.machine.compute is Tier.GPU else "cpu", **more))
+            trace = self._traces.read(settings.trace, settings.config, settings.layers)
+        else:
+            target = "cuda" if self.machine.compute is Tier.GPU else "cpu"
+            trace = self._traces.take(settings.traced(target=target, **more))
+        if settings.order == "dfs" or settings.accumulate == 1:
+            return trace
+        try:
+            return block_by_block(trace, settings.accumulate)
+        except ValueError as e:
+            raise JobError(f"--order bfs: {e}.") from e
 
     def plan(self) -> Plan:
         """Raises: BudgetExceeded: if it does not fit. JobError: for a rule that several ranks cannot share."""
@@ -155,7 +163,7 @@ class Way:
             "optimizer": settings.rule_in(trace.precision),
             "compute": machine.compute,
             "offload_activations": None if settings.offload_activations == "no" else settings.offload_activations,
-            "accumulate": settings.accumulate,
+            "accumulate": settings.accumulate // trace.micro_batches,
             "ranks": machine.ranks,
             "local_ranks": machine.sharing,
             "schedule": settings.schedule,
@@ -215,10 +223,11 @@ class Way:
         """What the step takes at least, computing alone without tiles, or moving what is saved away: seconds, or
         micro-batches without speeds.
         """
-        machine, micro_batches = self.machine, self.settings.accumulate
+        machine = self.machine
         if machine.hardware is None:
-            return float(micro_batches)
+            return float(self.settings.accumulate)
         sizes, trace = MeshSizes(dp=machine.ranks), self.plain()
+        micro_batches = self.settings.accumulate // trace.micro_batches
         least = least_seconds(trace, machine.hardware, sizes, micro_batches, per_machine=machine.sharing)
         if machine.compute is not Tier.GPU or self.settings.offload_activations != "cpu":
             return least
@@ -372,27 +381,38 @@ def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
 
 def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     """Of several micro-batches none fits that is larger than one that does not; one alone needs no sums."""
-    too_large, asked = False, way.settings
+    from gemini.jobs.models import find_config
+
+    asked, too_large = way.settings, set[str]()
     sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
-    for size in [size for size in sizes if sequences % size == 0]:
-        other = way.changed(batch_size=size, accumulate=sequences // size)
-        alone = size == sequences
-        if (too_large and not alone) or (not alone and way.settings.gradients in ("transient", "retain")):
+    config = vars(find_config(asked.config or "", asked.layers).config.get_text_config())
+    is_random = any("drop" in name and isinstance(value, float) and value for name, value in config.items())
+    orders = ("dfs", "bfs") if asked.order == "bfs" and not is_random else ("dfs",)
+    for size, order in product([size for size in sizes if sequences % size == 0], orders):
+        other = way.changed(batch_size=size, accumulate=sequences // size, order=order)
+        alone, is_large = size == sequences, order in too_large
+        if alone and order == "bfs" or is_large and not alone:
             continue
-        if alone and too_large and not other.may_tile and not way.changed(batch_size=1, accumulate=1).fits():
+        if order == "dfs" and not alone and way.settings.gradients in ("transient", "retain"):
             continue
-        if other.fits(other.plain()):  # tiles are for what does not fit without
-            yield other.changed(tile_tokens=None) if other.may_tile else other
-        elif other.may_tile and other.fits():
-            yield other
-        else:
-            too_large = True
+        if alone and is_large and not other.may_tile and not way.changed(batch_size=1, accumulate=1).fits():
+            continue
+        try:
+            if other.fits(other.plain()):  # tiles are for what does not fit without
+                yield other.changed(tile_tokens=None) if other.may_tile else other
+            elif other.may_tile and other.fits():
+                yield other
+            else:
+                too_large.add(order)
+        except JobError:  # no walk through blocks
+            too_large.add(order)
 
 
 def options_of(way: Way) -> str:
     """What was chosen, as options of ``gemini plan``."""
     names = "batch_size", "accumulate", "gradient_checkpointing", "kept_blocks", "offload_activations", "tile_tokens"
-    return as_options({name: getattr(way.settings, name) for name in names})
+    order = {"order": way.settings.order} if way.settings.order == "bfs" else {}
+    return as_options({name: getattr(way.settings, name) for name in names} | order)
 
 
 def run_by(way: Way, plan: Plan) -> dict[str, Any]:
@@ -418,14 +438,16 @@ def run_by(way: Way, plan: Plan) -> dict[str, Any]:
     memory |= {f"{tier.value}_path": "FOLDER" for tier in drives}
     budgets = ", ".join(f"{name}={size!r}" for name, size in memory.items())
     rule, device = RULES[settings.optimizer], ", device='cpu'" if settings.compute == "cpu" else ""
+    by_block, in_program = plan.trace.micro_batches > 1, plan.problem.gradients == "transient"
     return {
-        "command": "" if plan.problem.gradients == "transient" else f"{start} sft {as_options(said)}",
+        "command": "" if by_block or in_program else f"{start} sft {as_options(said)}",
         "python": [
             *(["model.gradient_checkpointing_enable()"] if plan.trace.checkpointing else []),
             "model = gemini.GeminiDDP(model, gemini.GeminiConfig(placement=gemini.Plan.from_json("
             f"open({path!r}).read()), memory=gemini.MemoryBudget({budgets}), precision={plan.problem.precision!r}, "
             f"gradients={plan.problem.gradients!r}, states={settings.states!r}, "
             f"optimizer={rule.module}.{rule.rule}(){device}))",
+            *(["losses = gemini.train_step(model, micro_batches)"] if by_block else []),
         ],
     }
 

@@ -298,6 +298,13 @@ class PlanSettings(_Played, _Step):
     batch_size: int | None = opt(_STEP, "Sequences in a forward pass of each GPU. (Default: 1.)", least=1)
     precision: str | None = opt(_STEP, "What is computed in. (Default: bf16.)", choices=PRECISIONS)
     accumulate: int = opt(_STEP, "Batches in an optimizer step.", 1, least=1)
+    order: str = opt(
+        _STEP,
+        "bfs: each block takes all batches of --accumulate before the next one computes, as a program does with "
+        "gemini.train_step; --fastest looks at both then.",
+        "dfs",
+        choices=("dfs", "bfs"),
+    )
     fastest: bool = opt(
         _STEP,
         "Choose the quickest step of so many tokens (--tokens-per-step, or --batch-size times --accumulate): "
@@ -350,6 +357,9 @@ class PlanSettings(_Played, _Step):
             )
         if len({MAIN, *(each.name for each in self.with_)}) <= len(self.with_):
             raise JobError(f"--with needs a name of its own for each model, and none is {MAIN!r}.")
+        refused = self.mesh or self.gpus > 1 or self.precision == "fp16" or self.gradients not in (None, "retain")
+        if self.order == "bfs" and refused:
+            raise JobError("--order bfs is of one GPU: leave --gpus, a mesh, --precision fp16 and --gradients out.")
         if self.parallel and self.dims:
             raise JobError("--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.")
         if self.mesh and (not no_trace or self.tile_tokens or self.lora or self.out or self.alternatives):
@@ -363,7 +373,7 @@ class PlanSettings(_Played, _Step):
             )
         if (self.parallel or self.pp > 1) and self.precision == "fp16":
             raise JobError(f"{self.mesh} with --precision fp16: stages have no common loss scale.")
-        if self.gradients in ("transient", "retain") and several:
+        if self.gradients in ("transient", "retain") and several and self.order == "dfs":
             raise JobError(
                 f"--gradients {self.gradients} has one backward per update, and --accumulate {self.accumulate} has "
                 "several: leave --gradients out."
@@ -396,8 +406,8 @@ class PlanSettings(_Played, _Step):
 
     @property
     def kept_gradients(self) -> str:
-        """What is kept until the update: several micro-batches need sums, for which the runtime takes fp32."""
-        return self.gradients or ("accumulate" if self.accumulate > 1 else "retain")
+        """What is kept until the update: micro-batches one after another need sums, and those are in fp32."""
+        return self.gradients or ("accumulate" if self.accumulate > 1 and self.order == "dfs" else "retain")
 
     @property
     def chooses(self) -> bool:
