@@ -10,7 +10,7 @@ import pytest
 
 import gemini
 from gemini.planning.trace import Phase
-from tests.cli.commands import Command, refused
+from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 LLAMA2_70B = Path(__file__).parent / "configs" / "llama2_70b.json"
 
@@ -72,6 +72,19 @@ def test_a_micro_batch_is_chosen_that_fits(gemini_command: Command, tiny_config:
     said = gemini_command.told(*eight, *gpu, "--fastest")
     assert said["fits"] and said["batch"]["input_ids"] == [4, 32] and said["accumulate"] == 4
     assert said["tokens"] == 16 * 32 and said["gradients"] == "accumulate"
+
+
+def test_block_by_block_is_planned_with_no_sums_but_a_stages(
+    gemini_command: Command, tiny_config: Path, tmp_path: Path
+) -> None:
+    """Of a model whose head is its own: one that reads a param in two stages is refused."""
+    sizes = ("--batch-size", 1, "--accumulate", 4, "--order", "bfs", "--gpu", "2GiB", "--cpu", "64MiB")
+    config = llama_config(tmp_path / "llama.json", **FOUR_BLOCKS)
+    said = gemini_command.told("plan", config, *sizes)
+    assert (said["order"], said["accumulate"], said["gradients"]) == ("bfs", 4, "retain")
+    assert said["tokens"] == 4 * said["batch"]["input_ids"][1]
+    assert 2 * said["needs"]["grad"] == said["needs"]["exp_avg"]
+    refused(gemini_command("plan", tiny_config, *sizes), "--order bfs: ", "is read in more than one of its stages")
 
 
 @pytest.mark.slow
