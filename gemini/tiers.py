@@ -150,6 +150,8 @@ class MemoryBudget:
     durable: bool = False
 
     def __post_init__(self) -> None:
+        if type(self.durable) is not bool:
+            raise TypeError(f"MemoryBudget(durable=) is True or False, got {self.durable!r}")
         for tier in Tier:
             # Read here so that a wrong size is refused where it was written, and not when a model is wrapped.
             size = getattr(self, tier.value)

@@ -41,7 +41,7 @@ from gemini.memory.durable.folder import holder, is_store, last_commit, stores
 from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
-from gemini.train.checkpoint.durable import open_store
+from gemini.train.checkpoint.durable import Stored, open_store
 from gemini.train.checkpoint.format import decode
 
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
@@ -202,14 +202,15 @@ def _store(directory: Path) -> Iterator[str]:
         raise StorageError(f"{directory} is no durable store: it {what}. Give the nvme_path of a run")
     stored = open_store(directory)
     manifest, (record, *_) = stored.manifest, stored.commit.records
+    # Before anything is printed: a run that goes on may remove the folder with its first commit to a newer one.
+    times = [path.stat().st_mtime for path in stored.commit.folder.glob("record-*")]
+    ago = f"{timedelta(seconds=max(0, round(time.time() - max(times))))} ago" if times else "gone by now"
     yield f"{directory.resolve()}, in use by {holder(directory) or 'nobody'}"
     if len(found := [store.name for store in stores(directory)]) > 1:
         yield f"{', '.join(found[:-1])} beside {found[-1]}: gone with the first commit to the newest"
     steps = [param.step for param in manifest.params.values()]
-    saved = max(path.stat().st_mtime for path in stored.commit.folder.glob("record-*"))
-    ago = timedelta(seconds=max(0, round(time.time() - saved)))
     ranks = counted(len(stored.commit.records), "rank")
-    yield f"commit {stored.commit.sequence}, step {max(steps)}, {ago} ago, of {ranks}; for any number of ranks"
+    yield f"commit {stored.commit.sequence}, step {max(steps)}, {ago}, of {ranks}; for any number of ranks"
     numel = human_count(sum(math.prod(param.shape) for param in manifest.params.values()))
     compact = "" if manifest.rule.exact is None else ", compact states"
     yield f"{len(steps)} params, {numel} elements, {manifest.precision}, rule {manifest.rule.name}{compact}"
@@ -223,13 +224,17 @@ def _store(directory: Path) -> Iterator[str]:
     else:
         yield f"by gemini.load_checkpoint({str(store)!r}, ...)"
     yield f"reading {human_bytes(num_bytes)}"
+    yield _verified(directory, stored)
+
+
+def _verified(directory: Path, stored: Stored) -> str:
+    """Whether what is stored is what was written; a StorageError with the places that are not."""
     damaged = [words for file in stored.opened.values() for words in file.damage()]
     now = last_commit(directory)
     if not damaged:
         is_old = min(record.version for record in stored.commit.records) == 1
-        yield "it can be read; version 1 has no checksums of it" if is_old else "all of it is what was written"
-    elif (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
-        yield "the run has overwritten it since. Ask again when the run has ended"
-    else:
-        places = "\n  ".join(damaged)
-        raise StorageError(f"{len(damaged)} damaged\n  {places}")
+        return "it can be read; version 1 has no checksums of it" if is_old else "all of it is what was written"
+    if (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
+        return "the run has overwritten it since. Ask again when the run has ended"
+    places = "\n  ".join(damaged)
+    raise StorageError(f"{len(damaged)} damaged\n  {places}")

@@ -304,11 +304,9 @@ def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
         return (1 - CLOSE) * found[0].seconds if found else math.inf
 
     for least, first in candidates:
-        # Each block more saves as much as the one before it, and what it moves costs as much or more: from the number
-        # on which makes a step longer all do, and the last gain is the most that is still to come.
-        before, left = math.inf, len(least)
+        played: dict[int, float] = {}
         for number, bound in least.items() if min(least.values()) <= wanted() else ():
-            other, left = first.changed(kept_blocks=number) if number else first, left - 1
+            other = first.changed(kept_blocks=number) if number else first
             status.update(f"playing {options_of(other)}, {len(found) + 1} of at most {of_all} ...")
             try:
                 if number and not other.fits():
@@ -319,13 +317,25 @@ def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
                 break
             found.append(Found(other, plan, seconds))
             found.sort(key=lambda each: each.seconds)
-            if seconds >= before or seconds - (before - seconds) * left > wanted():
+            played[number] = seconds
+            if _least_with_more(played, max(least)) > wanted():
                 break
-            before = seconds
     if found:
         return found[0].way, found, of_all
     smallest = {"batch_size": 1, "accumulate": sequences} if way.settings.fastest else {}
     return way.changed(kept_blocks=None, **smallest), found, of_all
+
+
+def _least_with_more(played: dict[int, float], most: int) -> float:
+    """The least seconds of a step that keeps more blocks, up to ``most``, than those played, in their order. Each block
+    more saves as much as the one before it, and what it moves costs as much or more: the last gain per block is the
+    most that is still to come, and from a number on that makes a step longer all do.
+    """
+    if len(played) < 2:
+        return -math.inf
+    (few, before), (many, now) = list(played.items())[-2:]
+    gain = (before - now) / (many - few)
+    return now - gain * (most - many) if gain > 0 else math.inf
 
 
 def _kept(way: Way, most: int) -> dict[int, float]:

@@ -17,6 +17,7 @@ from rich.text import Text
 from gemini.errors import human_bytes
 from gemini.jobs import refusing
 from gemini.planning.timeline import Timeline
+from gemini.replacing import atomic_write
 
 WIDEST = 100  # columns that are used at most
 
@@ -104,9 +105,12 @@ def answer(
     else:
         say(console, lines)
     written: list[str] = []
-    if settings.out is not None and value is not None:
+    if settings.out is not None and value is None:
+        Console(stderr=True).print(f"--out {settings.out} is not written: there is nothing that fits", soft_wrap=True)
+    elif settings.out is not None and value is not None:
         with refusing(f"--out {settings.out} cannot be written"):
-            settings.out.write_text(value, encoding="utf-8")
+            with atomic_write(settings.out) as draft:
+                draft.write_text(value, encoding="utf-8")
         written.append(f"{settings.out}{hint}")
     if timeline is not None:
         for path in settings.picture:

@@ -60,7 +60,7 @@ class Document:
         kind = cls._kind
         try:
             body = json.loads(text)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:  # brackets in brackets, thousands deep
             raise PlanMismatch(f"this is not a {kind}: it is not JSON ({e})") from e
         if not isinstance(body, dict) or "gemini" not in body:
             raise PlanMismatch(f'this is JSON, but not a {kind} that Gemini wrote: it has no "gemini" field')

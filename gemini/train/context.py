@@ -77,7 +77,11 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     if found is None:
         raise ValueError(f"sequence_batch: the batch has neither of {' and '.join(_INPUTS)}, only {', '.join(batch)}")
     inputs = batch[found]
-    tokens = inputs.shape[1]
+    tokens = inputs.shape[1] if inputs.dim() > 1 else 0
+    # What is read before it is cut; masks and positions may have other dimensions before that of the tokens.
+    for name, dim in {found: 1, "labels": 1, "shift_labels": 1, "attention_mask": -1, "position_ids": -1}.items():
+        if isinstance(batch.get(name), torch.Tensor):
+            _refuse_shape(name, batch[name], tokens, dim)
     if tokens % size:
         raise ValueError(
             f"sequence_batch: {tokens} tokens cannot be cut into cp={size} parts: pad the sequences to "
@@ -115,12 +119,17 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
 def _cut(name: str, value: Any, tokens: int, part: slice) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    if value.dim() < 2 or value.shape[1] != tokens:
-        raise ValueError(
-            f"sequence_batch: {name!r} has shape {tuple(value.shape)}, and its second dimension should be the "
-            f"{tokens} tokens, so it cannot be cut"
-        )
+    _refuse_shape(name, value, tokens, 1)
     return value[:, part].contiguous()
+
+
+def _refuse_shape(name: str, value: torch.Tensor, tokens: int, dim: int) -> None:
+    """Raise ValueError if a dimension of a tensor, the second or the last, is not the tokens of the inputs."""
+    if value.dim() <= max(dim, 0) or value.shape[dim] != tokens:
+        raise ValueError(
+            f"sequence_batch: {name!r} has shape {tuple(value.shape)}, and its {'last' if dim < 0 else 'second'} "
+            f"dimension should be the {f'{tokens} tokens' if tokens else 'tokens'}, so it cannot be cut"
+        )
 
 
 def _refuse_padding(mask: Any, labels: torch.Tensor | None) -> None:
@@ -129,7 +138,7 @@ def _refuse_padding(mask: Any, labels: torch.Tensor | None) -> None:
         return
     padding = ~mask.bool()
     at_the_end = mask.dim() == 2 and not bool((padding[:, :-1] & ~padding[:, 1:]).any())
-    if not at_the_end or labels is None or bool((labels[padding] != IGNORED).any()):
+    if not at_the_end or labels is None or bool((padding & (labels != IGNORED)).any()):
         raise ValueError(
             "sequence_batch: attention_mask hides tokens. Padding may stand at the end of a sequence, with labels of "
             f"{IGNORED}; other masks are not cut"

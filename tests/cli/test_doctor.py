@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import gemini
+from gemini.jobs import doctor
 from gemini.machines.measure import Sizes
 from gemini.planning.hardware import load_hardware
 from gemini.train.checkpoint.durable import SlotReader
@@ -164,6 +166,16 @@ def test_what_a_run_overwrites_meanwhile_is_no_damage(
     result = gemini_command.ok("doctor", tmp_path)
     assert "the run has overwritten it since" in result.stdout
     end(model)
+
+
+def test_a_store_that_a_run_removes_meanwhile_is_told_of_to_the_end(store: Path) -> None:
+    lines = doctor._store(store)
+    said = [next(lines)]
+    shutil.rmtree(store / "store-0001")
+    with pytest.raises(gemini.GeminiError):  # in words: what was read is gone
+        for line in lines:
+            said.append(line)
+    assert any("commit 2, step 3, 0:00:0" in line for line in said)
 
 
 def _tear(store: Path) -> None:

@@ -330,3 +330,49 @@ def test_kept_blocks_auto_is_the_quickest_number_of_the_step_that_was_asked_for(
     refused(gemini_command(*step[:2], *step[4:], "--kept-blocks", "auto"), "with the speeds of a --machine")
     refused(gemini_command(*step, "--kept-blocks", "auto", "--alternatives"), "--kept-blocks auto looks at")
     refused(gemini_command(*step, "--kept-blocks", "many"), "a number of blocks or auto")
+
+
+@pytest.mark.parametrize("blocks", [12, 28])  # an eighth of them is no whole number
+def test_numbers_of_kept_blocks_that_lie_unevenly_are_climbed_to_the_end(blocks: int) -> None:
+    """Each block saves a second, and the best way needs all of them: no stop before the end is right."""
+    numbers = sorted({blocks * part // planner.PARTS for part in range(planner.PARTS + 1)})
+    for until in range(2, len(numbers) + 1):
+        played = {number: 100.0 - number for number in numbers[:until]}
+        assert planner._least_with_more(played, blocks) == pytest.approx(100 - blocks)
+    assert planner._least_with_more({0: 100.0}, blocks) == -float("inf")
+    assert planner._least_with_more({0: 100.0, 1: 99.0, 3: 99.0}, blocks) == float("inf")
+
+
+@pytest.mark.parametrize("blocks", [12, 28])
+def test_the_quickest_number_of_kept_blocks_is_reached_where_steps_are_uneven(
+    blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Played:
+        """A way whose step takes ``base`` seconds, less ``gain`` for each kept block."""
+
+        settings, machine, play = None, SimpleNamespace(hardware=True), None
+
+        def __init__(self, base: float, gain: float, kept: int = 0):
+            self.base, self.gain, self.kept = base, gain, kept
+
+        def changed(self, kept_blocks: int | None = None) -> Any:
+            return Played(self.base, self.gain, kept_blocks or 0)
+
+        def fits(self) -> bool:
+            return True
+
+        def plan(self) -> Any:
+            return self
+
+    numbers = sorted({blocks * part // planner.PARTS for part in range(planner.PARTS + 1)})
+    others = Played(100 - 0.65 * blocks, 0), Played(100, 1)
+    monkeypatch.setattr(planner, "_sequences", lambda way: 1)
+    monkeypatch.setattr(planner, "Way", lambda settings, traces: Played(0, 0))
+    monkeypatch.setattr(planner, "_ways", lambda way, sequences: iter([(others[0], 0), (others[1], blocks)]))
+    monkeypatch.setattr(planner, "_kept", lambda way, most: dict.fromkeys(numbers, 11.0) if most else {0: 10.0})
+    monkeypatch.setattr(planner, "step_seconds", lambda plan, play: plan.base - plan.gain * plan.kept)
+    monkeypatch.setattr(planner, "options_of", lambda way: "")
+    way: Any = SimpleNamespace(settings=None)
+    status: Any = SimpleNamespace(update=lambda words: None)
+    best: Any = choose(way, status)[0]
+    assert (best.gain, best.kept) == (1, blocks)

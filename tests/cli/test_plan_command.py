@@ -534,3 +534,26 @@ def test_an_encoder_decoder_has_no_stages(gemini_command: Command, tmp_path: Pat
     )
     best = gemini_command.told("plan", path, "--machine", "dgx-a100", "--gpus", "2", "--parallel", "auto")
     assert "pp" not in best["mesh"]["mesh"] and not any("pp" in other["options"] for other in best["alternatives"])
+
+
+def test_an_output_is_written_whole_or_not_at_all(
+    gemini_command: Command, traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "plan.json"
+    result = gemini_command("plan", "--trace", traced, "--gpu", "1MiB", "--cpu", "1MiB", "--out", out)
+    assert result.exit_code == 2 and "is not written: there is nothing that fits" in flat(result)
+    assert not out.exists()
+    write = Path.write_text
+
+    def broken(path: Path, text: str, **kwargs: Any) -> int:
+        write(path, text[:10], **kwargs)
+        raise OSError("the drive is full")
+
+    monkeypatch.setattr(Path, "write_text", broken)
+    refused(
+        gemini_command("plan", "--trace", traced, *SIZES, "--out", out),
+        "cannot be written",
+        "the drive is full",
+        begun=True,
+    )
+    assert not out.exists()

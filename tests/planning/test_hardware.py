@@ -118,3 +118,8 @@ def test_every_figure_has_a_way_to_be_said() -> None:
     lines = str(BOX).splitlines()
     assert lines[0] == "a box" and len(lines) == 1 + len(BOX.figures)
     assert lines[2].split() == ["h2d", "31.5", "GB/s", "PCIe", "4.0", "x16"]
+
+
+def test_brackets_in_brackets_are_no_document() -> None:
+    with pytest.raises(PlanMismatch, match="this is not a hardware: it is not JSON"):
+        Hardware.from_json("[" * 200_000)

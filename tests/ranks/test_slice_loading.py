@@ -35,15 +35,15 @@ class Read:
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Read:
-        copy, read, read_whole = self._module._materialize_copy, SliceReading.read, ByName.read_whole
+        copy, read, read_whole = self._module._materialize_copy, SliceReading.shard_tensor, ByName.read_whole
 
         def whole(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             found = copy(tensor, *args, **kwargs)
             self.whole += 0 if found.is_meta else found.numel()
             return found
 
-        def of_slice(reading: SliceReading, *args: Any) -> Any:
-            found = read(reading, *args)
+        def of_slice(reading: SliceReading, *args: Any, **kwargs: Any) -> Any:
+            found = read(reading, *args, **kwargs)
             self.of_slices += 0 if found is None else found.numel()
             return found
 
@@ -52,7 +52,7 @@ class Read:
             return read_whole(homes, handle, *args)
 
         self._patches.enter_context(patch.object(self._module, "_materialize_copy", whole))
-        self._patches.enter_context(patch.object(SliceReading, "read", of_slice))
+        self._patches.enter_context(patch.object(SliceReading, "shard_tensor", of_slice))
         self._patches.enter_context(patch.object(ByName, "read_whole", read_back))
         return self
 

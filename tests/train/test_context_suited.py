@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.train.context import Attend, ContextParallel, ImaginedExchange, transformer_in
+from gemini.train.context import Attend, ContextParallel, ImaginedExchange, part_of, transformer_in
 from tests.models import llama
 
 SMALL: dict[str, Any] = {
@@ -116,3 +116,28 @@ def test_attention_that_is_told_more_than_parts_know(name: str) -> None:
     x = torch.ones(1, 4, 2, 8)
     with pytest.raises(GeminiError, match="which context parallel does not divide"):
         Attend(ImaginedExchange(2, Counter()), "sdpa", "auto")(nn.Linear(1, 1), x, x, x, None, **{name: torch.ones(1)})
+
+
+IDS = torch.zeros(2, 8, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"input_ids": IDS[0]}, "input_ids"),
+        ({"labels": IDS[:, :6]}, "labels"),
+        ({"labels": IDS[0], "attention_mask": torch.tensor([[1] * 7 + [0]] * 2)}, "labels"),
+        ({"labels": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)}, "attention_mask"),
+        ({"position_ids": torch.arange(6)[None]}, "position_ids"),
+        ({"position_ids": torch.tensor(0)}, "position_ids"),
+    ],
+)
+def test_a_batch_of_other_shapes_is_refused_by_name(changes: dict[str, torch.Tensor], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"sequence_batch: '{name}' has shape .* so it cannot be cut"):
+        part_of({"input_ids": IDS, **changes}, 0, 2)
+
+
+def test_one_mask_and_one_row_of_positions_are_for_all_rows() -> None:
+    mask, labels = torch.tensor([[1] * 7 + [0]]), torch.full((2, 8), -100)
+    part = part_of({"input_ids": IDS, "labels": labels, "attention_mask": mask, "position_ids": torch.arange(8)}, 1, 2)
+    assert part["position_ids"].tolist() == [[4, 5, 6, 7]] and part["input_ids"].shape == (2, 4)

@@ -594,3 +594,12 @@ def test_a_missing_package_is_named_with_what_to_install(hidden: str, code: str,
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("said: ") and "pip install" in done.stdout and hidden in done.stdout
     assert extra in done.stdout
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_what_is_true_or_false_is_nothing_else(value: Any) -> None:
+    """Words that mean no would mean yes."""
+    with pytest.raises(TypeError, match="overlap= is True or False"):
+        gemini.GeminiConfig(overlap=value)
+    with pytest.raises(TypeError, match="durable=. is True or False"):
+        gemini.MemoryBudget(durable=value)
