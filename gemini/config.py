@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gemini.errors import parse_bytes
@@ -124,9 +124,8 @@ class GeminiConfig:
                 raise TypeError(f"{name}= is a gemini.{kind.__name__}, got {type(value).__name__}")
         if self.placement != "auto" and not isinstance(self.placement, (StaticPlacement, Placement, Plan)):
             raise TypeError(f'placement= is "auto", a gemini.StaticPlacement or a gemini.Plan, got {self.placement!r}')
-        for each in fields(self):
-            if each.type == "bool" and type(getattr(self, each.name)) is not bool:
-                raise TypeError(f"{each.name}= is True or False, got {getattr(self, each.name)!r}")
+        if type(self.overlap) is not bool:
+            raise TypeError(f"overlap= is True or False, got {self.overlap!r}")
         if self.kept_blocks is not None and (type(self.kept_blocks) is not int or self.kept_blocks < 0):
             raise ValueError(f"kept_blocks= is a number of blocks, got {self.kept_blocks!r}")
         for name, count in (("max_chunk", self.max_chunk), ("update_threads", self.update_threads)):

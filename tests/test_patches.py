@@ -157,6 +157,7 @@ FOR_THE_TIME_OF_A_CALL = {
     "transformers.PreTrainedModel._finalize_model_loading": "the same",
     "transformers.core_model_loading.set_param_for_module": "the same: what was read goes home",
     "transformers.core_model_loading.ThreadPoolExecutor": "the same: one param is read after the other",
+    "transformers.core_model_loading.tqdm": "the same: one bar is enough",
     "transformers.core_model_loading.is_dtensor": "from_pretrained over tp and ep: slices are read, not whole tensors",
     "transformers.core_model_loading.DtensorShardOperation": "the same",
     "transformers.core_model_loading.WeightConverter.convert": "from_pretrained: how params come from tensors is noted",

@@ -327,9 +327,8 @@ def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
 
 
 def _least_with_more(played: dict[int, float], most: int) -> float:
-    """The least seconds of a step that keeps more blocks, up to ``most``, than those played, in their order. Each block
-    more saves as much as the one before it, and what it moves costs as much or more: the last gain per block is the
-    most that is still to come, and from a number on that makes a step longer all do.
+    """The least seconds with more blocks kept, up to ``most``, than were played: each saves as the one before it, and
+    what it moves costs as much or more, so the last gain per block is the most that is to come.
     """
     if len(played) < 2:
         return -math.inf

@@ -152,7 +152,7 @@ def _on_meta_tensors() -> Iterator[list[StoredFiles]]:
             for key, shape in _shapes(file).items():
                 shapes[key], file_of[key] = shape, file
         made: dict[str, Made] = {}
-        with without_progress(), noting_how(made, shapes):
+        with noting_how(made, shapes):
             found, _ = convert(model, shapes, on_meta)
         sources.append(StoredFiles(files, file_of, settings, frozenset(found.missing_and_mismatched()), made))
         # Before transformers ties: it compares values, which are not here.
@@ -326,7 +326,7 @@ def reading_of(cut: TensorSlice, made: Made) -> SliceReading | None:
 
 @contextlib.contextmanager
 def noting_how(made: dict[str, Made], shapes: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Within transformers loads tensors of ``shapes``; ``made`` is told how params come from them."""
+    """Within transformers loads tensors of ``shapes``; ``made`` is told how params come from them. No bar is shown."""
     from transformers import core_model_loading
 
     def noting(convert: Any) -> Any:
@@ -342,6 +342,8 @@ def noting_how(made: dict[str, Made], shapes: Mapping[str, torch.Tensor]) -> Ite
         return noted
 
     with contextlib.ExitStack() as stack:
+        if hasattr(core_model_loading, "tqdm"):
+            stack.enter_context(replaced_for_thread(core_model_loading, "tqdm", lambda each, **_: each))
         for name in ("WeightRenaming", "WeightConverter"):
             class_: Any = getattr(core_model_loading, name)
             stack.enter_context(replaced_for_thread(class_, "convert", noting(original(class_, "convert"))))
@@ -387,9 +389,7 @@ class StoredModel(Skeleton):
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
     def adapt(self, adapt: Callable[[Any], Any]) -> None:
-        """Let a program change the model before it is placed: what ``adapt`` touches is read, and kept. Raises
-        TypeError if what it returns is no model.
-        """
+        """Let a program change the model before it is placed: what ``adapt`` touches is read, and kept."""
         self._is_adapted = True
         away = _ReadAtTouch(self, self._params, self._source.missing)
         buffers = dict(self._stored.named_buffers())
@@ -406,7 +406,7 @@ class StoredModel(Skeleton):
                 f"adapt= returned a {type(result).__name__}: it takes the model, changes it and returns it (an "
                 "nn.Module), or nothing if it changed it in place"
             )
-        untouched = away.untouched()
+        untouched = {id(param) for param in self._params.values() if isinstance(param, PagedParameter)}
         away.finish()
         refuse_unwrappable(Structure(self.model), managed_class)
         self._kept = {id(p): p.data for p in self.model.parameters() if id(p) not in untouched}
@@ -496,7 +496,6 @@ class StoredModel(Skeleton):
                 opened = dict(zip(keys, open_tensors(self._source.file_of, keys, stack), strict=True))
                 settings = replace(settings, weight_mapping=deepcopy(settings.weight_mapping))
                 stack.enter_context(replaced(model, "_weight_conversions", None))
-                stack.enter_context(without_progress())
             stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
             # It asks about the tensors of that state dict, and reads slices of what it takes for DTensors.
             by_meta = {id(self._metas[name]): reading for name, reading in (readings or {}).items()}
@@ -507,6 +506,8 @@ class StoredModel(Skeleton):
                 # Else threads read far ahead, and what is replaced here is so for this one alone.
                 "ThreadPoolExecutor": lambda **_: None,
             }
+            if names is not None:
+                steps["tqdm"] = lambda each, **_: each
             for step in steps.keys() & vars(core_model_loading).keys():  # an older one reads whole tensors
                 stack.enter_context(replaced_for_thread(core_model_loading, step, steps[step]))
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)
@@ -527,10 +528,6 @@ class _ReadAtTouch(Away):
 
     def _may_leave(self, param: nn.Parameter) -> bool:
         return id(param) in self._names
-
-    def untouched(self) -> set[int]:
-        """The ``id`` of those that nobody changed, as far as they are away."""
-        return {id(param) for param in self._params if isinstance(param, PagedParameter)}
 
     def send_home(self, param: nn.Parameter) -> None:
         # Another tensor, or an array, may look into its memory, and write there yet: beside it and us.
@@ -571,20 +568,6 @@ def internal_step(owner: Any, name: str) -> Any:
             "(constraints.txt)"
         )
     return found
-
-
-@contextlib.contextmanager
-def without_progress() -> Iterator[None]:
-    """Show no progress bar of transformers inside the block."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _fill_buffer(buffer: Any, value: torch.Tensor) -> None:
