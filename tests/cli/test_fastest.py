@@ -365,7 +365,7 @@ def test_the_quickest_number_of_kept_blocks_is_reached_where_steps_are_uneven(
             return self
 
     numbers = sorted({blocks * part // planner.PARTS for part in range(planner.PARTS + 1)})
-    others = Played(100 - 0.65 * blocks, 0), Played(100, 1)
+    others = Played(100 - 0.9 * blocks, 0), Played(100, 1)
     monkeypatch.setattr(planner, "_sequences", lambda way: 1)
     monkeypatch.setattr(planner, "Way", lambda settings, traces: Played(0, 0))
     monkeypatch.setattr(planner, "_ways", lambda way, sequences: iter([(others[0], 0), (others[1], blocks)]))
