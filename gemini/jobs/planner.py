@@ -99,8 +99,10 @@ def machine_of(settings: PlanSettings) -> Machine:
     return Machine(budgets, origins, hardware, compute, settings.gpus, sharing)
 
 
-def problem_of(settings: PlanSettings, machine: Machine, trace: MemoryTrace, where: str | None = None) -> Problem:
-    """What is placed; ``where``: the inputs of checkpointed blocks wait."""
+def problem_of(
+    settings: PlanSettings, machine: Machine, trace: MemoryTrace, where: str | None = None, *, overlap: bool = True
+) -> Problem:
+    """What is placed; ``where``: the inputs of checkpointed blocks wait. ``overlap``: with room for every worker."""
     return pose_problem(
         trace,
         machine.budgets_of_rank,
@@ -110,6 +112,7 @@ def problem_of(settings: PlanSettings, machine: Machine, trace: MemoryTrace, whe
         offload_activations=where,
         ranks=machine.ranks,
         rule=settings.rule_in(trace.precision),
+        overlap=overlap,
     )
 
 
@@ -204,9 +207,10 @@ class Way:
         """Whether there is a placement: quicker than looking for the best one."""
         where = self.settings.offload_activations
         places: tuple[str | None, ...] = {"auto": (None, "cpu"), "no": (None,)}.get(where, (where,))
-        for step, place in product((trace or self.trace()).forms, places):
+        rooms = (True, False) if self.settings.schedule == "overlapped" else (False,)  # as the planner tries them
+        for step, overlap, place in product((trace or self.trace()).forms, rooms, places):
             with suppress(BudgetExceeded):
-                fill_fastest(problem_of(self.settings, self.machine, step, place))
+                fill_fastest(problem_of(self.settings, self.machine, step, place, overlap=overlap))
                 return True
         return False
 
