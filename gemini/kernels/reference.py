@@ -116,9 +116,6 @@ def total(sums: list[float]) -> float:
     return result
 
 
-# ---- the mode of a thread --------------------------------------------------------------------------------------------
-
-
 def flush_mode() -> int:
     # In both modes that torch sets the half of the smallest normal number is zero, or counts as one.
     return int(sys.float_info.min / 2 == 0.0)

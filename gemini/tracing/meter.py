@@ -149,8 +149,6 @@ class Meter(TorchDispatchMode):
         finally:
             self._paused -= 1
 
-    # ---- reading -----------------------------------------------------------------------------------------------------
-
     def take(self) -> tuple[int, Counts]:
         """The peak, and what was counted since the last call; it starts again."""
         taken = self.peak, self.counts

@@ -378,9 +378,6 @@ def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
             handle.optimizer = reference
 
 
-# ---- states that are no planes ---------------------------------------------------------------------------------------
-
-
 def make_factors(rule: RuleSpec, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Make the factors of a trained param of ``shape``, zeros in host memory; whoever calls has reserved them."""
     # Tensors of inference mode could never be updated in place outside of it.
