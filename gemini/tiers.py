@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -150,8 +151,6 @@ class MemoryBudget:
     durable: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.durable) is not bool:
-            raise TypeError(f"MemoryBudget(durable=) is True or False, got {self.durable!r}")
         for tier in Tier:
             # Read here so that a wrong size is refused where it was written, and not when a model is wrapped.
             size = getattr(self, tier.value)
@@ -160,6 +159,8 @@ class MemoryBudget:
         for tier in FILED:
             given = getattr(self, f"{tier.value}_path")
             several = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+            if not all(isinstance(path, (str, os.PathLike)) for path in several):
+                raise TypeError(f"MemoryBudget({tier.value}_path=) is a path or a list of paths, got {given!r}")
             if not all(map(str, several)) or (given is not None and not several):
                 raise ValueError(
                     f"MemoryBudget({tier.value}_path={given!r}) names no directory; leave it out for no "

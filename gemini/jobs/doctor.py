@@ -236,4 +236,5 @@ def _verified(directory: Path, stored: Stored) -> str:
         return "it can be read; version 1 has no checksums of it" if is_old else "all of it is what was written"
     if (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
         return "the run has overwritten it since. Ask again when the run has ended"
-    raise StorageError("\n  ".join([f"{len(damaged)} damaged", *damaged]))
+    places = "\n  ".join(damaged)
+    raise StorageError(f"{len(damaged)} damaged\n  {places}")

@@ -21,8 +21,6 @@ from gemini.integrations.huggingface_save import NEWEST, check_resumable, commit
 from gemini.jobs import JobError, refusing
 from gemini.memory.durable.folder import has_commit
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
 _KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
@@ -79,9 +77,6 @@ def words_of(rows: Any) -> str:
     """Rows before they become tokens, in words."""
     number = counted(len(rows), "row") if hasattr(rows, "__len__") else "a stream"
     return f"{number} of {', '.join(rows.column_names or '?')}"
-
-
-# ---- the folder of a run ---------------------------------------------------------------------------------------------
 
 
 def check_start(resume: str | None, out: Path, store: Path | None = None) -> str:

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
@@ -455,15 +455,16 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 "with gemini.MemoryTracer"
             )
     memo: dict[int, Any] = {}
-    for param, _ in structure_of(model).params:
-        memo[id(param)] = nn.Parameter(_empty_as(param.data, mode), requires_grad=param.requires_grad)
-        memo[id(param)].__dict__.update(param.__dict__)
-        if (scales := getattr(param, "quant_state", None)) is not None:  # fake operations take them as they are
-            memo[id(scales)] = scales
-    beside = (value for module in model.modules() for value in vars(module).values())  # what spectral_norm computed
-    for tensor in (*model.buffers(), *(value for value in beside if isinstance(value, torch.Tensor))):
-        memo[id(tensor)] = _empty_as(tensor.detach(), mode)
     try:
+        # What stands in attributes too, and in lists and dicts there: what spectral_norm computed, tables of a model.
+        beside = (value for module in model.modules() for value in tree_leaves(list(vars(module).values())))
+        for tensor in (*model.buffers(), *(value for value in beside if isinstance(value, torch.Tensor))):
+            memo[id(tensor)] = _empty_as(tensor.detach(), mode)
+        for param, _ in structure_of(model).params:
+            memo[id(param)] = nn.Parameter(_empty_as(param.data, mode), requires_grad=param.requires_grad)
+            memo[id(param)].__dict__.update(param.__dict__)
+            if (scales := getattr(param, "quant_state", None)) is not None:  # fake operations take them as they are
+                memo[id(scales)] = scales
         copied = copy.deepcopy(model, memo)
         for own, other in zip(model.modules(), copied.modules(), strict=True):
             if is_compiled(own):

@@ -78,15 +78,16 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
         raise ValueError(f"sequence_batch: the batch has neither of {' and '.join(_INPUTS)}, only {', '.join(batch)}")
     inputs = batch[found]
     tokens = inputs.shape[1] if inputs.dim() > 1 else 0
-    # What is read before it is cut; masks and positions may have other dimensions before that of the tokens.
-    for name, dim in {found: 1, "labels": 1, "shift_labels": 1, "attention_mask": -1, "position_ids": -1}.items():
-        if isinstance(batch.get(name), torch.Tensor):
-            _refuse_shape(name, batch[name], tokens, dim)
+    _refuse_shape(found, inputs, tokens, 1)
     if tokens % size:
         raise ValueError(
             f"sequence_batch: {tokens} tokens cannot be cut into cp={size} parts: pad the sequences to "
             f"{-(-tokens // size) * size} (labels of {IGNORED} there), or cut them to {tokens // size * size}"
         )
+    # What is read before it is cut; masks and positions may have other dimensions before that of the tokens.
+    for name, dim in {"labels": 1, "shift_labels": 1, "attention_mask": -1, "position_ids": -1}.items():
+        if isinstance(batch.get(name), torch.Tensor):
+            _refuse_shape(name, batch[name], tokens, dim)
     whole = {name: value for name, value in batch.items() if value is not None}
     shifted = whole.pop("shift_labels", None)
     labels, items = whole.pop("labels", None), whole.pop("num_items_in_batch", None)

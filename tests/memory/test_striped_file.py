@@ -140,3 +140,9 @@ def test_a_model_on_two_drives_has_the_bits_of_one_on_one(drives: list[Path]) ->
 def test_wrong_lists_are_refused_where_they_are_written(paths: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         gemini.MemoryBudget(nvme_path=paths)
+
+
+@pytest.mark.parametrize("path", [5, ["a", None], {"a"}])
+def test_what_is_no_path_is_refused_by_its_field(path: Any) -> None:
+    with pytest.raises(TypeError, match=r"nvme_path=\) is a path or a list of paths"):
+        gemini.MemoryBudget(nvme_path=path)

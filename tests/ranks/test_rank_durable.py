@@ -188,7 +188,9 @@ def test_a_barrier_that_one_rank_leaves_out_is_found(
 def test_replicas_are_refused(tmp_path: Path) -> None:
     config = gemini.GeminiConfig(memory=gemini.MemoryBudget(nvme_path=tmp_path, durable=True))
     with pytest.raises(ValueError, match="replicas of it"):
-        refuse_unsuited(config, mock.Mock(num_replicas=2, slice_=""), is_cut=False, in_stages=False)
+        refuse_unsuited(
+            config, mock.Mock(**{"replicas.size": 2, "experts.size": 1}, slice_=""), is_cut=False, in_stages=False
+        )
 
 
 def test_a_rank_that_is_killed_leaves_a_commit(pool_of: Pools, tmp_path: Path) -> None:

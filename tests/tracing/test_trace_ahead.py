@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils import flop_counter
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
 from gemini.tracing import meter
+from gemini.tracing.ahead import fake_copy
 from tests.models import FAMILIES, VOCAB, make_model
 
 KINDS = (False, "non-reentrant", "reentrant")
@@ -290,3 +292,22 @@ def test_grouped_attention_is_counted_by_the_heads_of_the_query(name: str, monke
     assert flops == meter.flops_of(forward_op, (query, whole, whole), {}, None) == 2 * 2 * 2 * 6 * 5 * 5 * 8
     lasting = meter.flops_of(backward_op, (grad, query, key, key), {}, None)
     assert lasting == meter.flops_of(backward_op, (grad, query, whole, whole), {}, None) > flops
+
+
+class Tables(nn.Module):
+    """Tensors that are no buffers, in a list and in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.tables, self.by_name = [torch.ones(8, 8)], {"a": (torch.ones(8),)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) @ self.tables[0].to(x.dtype) + self.by_name["a"][0].to(x.dtype)).sum()
+
+
+def test_tables_of_a_model_are_traced_with_it() -> None:
+    model = Tables()
+    assert gemini.trace(model, {"x": torch.ones(2, 8)}).num_params == 72
+    copied = fake_copy(model, FakeTensorMode())
+    assert isinstance(copied.tables[0], FakeTensor) and isinstance(copied.by_name["a"][0], FakeTensor)

@@ -6,6 +6,7 @@ programs: ``test_programs.py``.
 
 import copy
 import io
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gemini
+from gemini.train.params.guard import Weights
 from tests.train.helpers import Blocks, Plain, adam, llama, noise, same_bits, squares, step_on, train, train_plain, wrap
 
 NAME = "layers.1.weight"
@@ -189,7 +191,33 @@ def test_what_shares_their_memory_is_refused(where: str, tmp_path: Path) -> None
         with pytest.raises(gemini.ParamAccessError, match="gathered"):
             use()
             pytest.fail(name)
+    # C++ that asks nobody finds no memory. In torch: a capsule of it.
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(weights)
     assert train(model, optimizer, [1]) == train_plain(plain, [1])
+
+
+def test_several_are_written_together_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's ``_foreach_add_``, one call of C++ in torch, Ctrl-C in the middle leaves no half."""
+    model = wrap(Blocks(), "disk", tmp_path)
+    names = ("layers.0.weight", "layers.1.weight")
+    before, write = [model.full_param(name) for name in names], Weights.write
+
+    def interrupted(of: Weights, value: torch.Tensor) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write(of, value)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), torch.no_grad():
+        patch.setattr(Weights, "write", interrupted)
+        torch._foreach_add_([model.get_parameter(name).data for name in names], 1.0)
+    assert not any(same_bits(model.full_param(name), old) for name, old in zip(names, before, strict=True))
+
+
+def test_a_refusal_names_the_param_that_would_change_its_shape(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "disk", tmp_path)
+    first, second = (model.get_parameter(f"layers.{number}.weight").data for number in (0, 1))
+    with pytest.raises(gemini.ParamAccessError, match=r"layers\.1\.weight"), torch.no_grad():
+        torch.add(first, torch.ones(5, *first.shape), out=second)
 
 
 def test_an_array_of_them_is_read_only(where: str, tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def noting_how(made: dict[str, Made], shapes: Mapping[str, torch.Tensor]) -> Ite
         yield
 
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a constructor that loads another model is told so by transformers
 """One load at a time: transformers sets torch's default dtype, and torch's initializations, for all threads."""
 
 Place = Callable[[str, torch.Tensor], None]

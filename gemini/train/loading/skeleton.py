@@ -109,9 +109,6 @@ def generator_of_first(ranks: Ranks) -> Iterator[None]:
             torch.set_rng_state(own)
 
 
-# ---- params that are away --------------------------------------------------------------------------------------------
-
-
 def stand_in(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of NaN whose only memory is one element: what a param that is away, or not there yet, holds."""
     # A generator runs on one thread at a time.
@@ -251,9 +248,6 @@ class Pager(Away):
         for param in list(self._inside.values()):
             self.send_home(param)
         super().finish()
-
-
-# ---- a model drawn from scratch --------------------------------------------------------------------------------------
 
 
 def from_config(

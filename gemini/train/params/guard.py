@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gemini.errors import ParamAccessError, warn
-from gemini.interrupts import call_without_grad
+from gemini.interrupts import WHOLE, call_without_grad
 from gemini.train.observers import iter_tensors, unwrapped, without_transforms
 from gemini.train.params.by_name import owner_of
 from gemini.train.params.handle import ParamHandle
@@ -286,6 +286,8 @@ class ReadLater(torch.Tensor):
             made: ReadLater = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 ReadLater, shape, stride, offset, dtype=dtype, device=of.device
             )
+        # It has no memory: C++ that asks for its address (torch.utils.dlpack.to_dlpack) gets an error, and not 0.
+        torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]
         made._shown = Shown(of, view)
         return made
 
@@ -439,11 +441,15 @@ def _read_copies(
     args, kwargs = substituted((args, kwargs), values)
     result = call(*args, **kwargs)
     written = {of: copy for of, copy in copies.items() if copy._version != versions[of]}
-    if any(_place_of(value) != places[key] for key, value in values.items()):  # resize_, t_, set_
-        first.refuse(f"another shape or memory ({what})", write=True)
-    # After the operation as a whole: one that raised has written nothing to a master.
-    for of, copy in written.items():
-        of.write(copy)
+    for key, value in values.items():
+        if _place_of(value) != places[key]:  # resize_, t_, set_
+            of = shown[key].of
+            of.refuse(f"another shape or memory ({name} of {of.label})", write=True)
+    # After the operation as a whole: one that raised has written nothing to a master, and Ctrl-C finds all of them
+    # written or none, as in torch.
+    with WHOLE:
+        for of, copy in written.items():
+            of.write(copy)
     if name in ("numpy", "__array__"):
         result.setflags(write=False)  # values of now: what is written to them would be lost
     return _put_off(result, copies, given if written else {}, name, what)

@@ -89,8 +89,6 @@ class Parking:
             if not self._blocks:
                 self._come_back()
 
-    # ---- away -------------------------------------------------------------------------------------------------------
-
     def _copy_down(self, away: list[_Away]) -> None:
         """Copy what lives on the device below it; ``away`` gets what was made, also if that breaks off."""
         store, tier = self._store, self._store.device.tier
@@ -204,8 +202,6 @@ class Parking:
         store.manager.room.give_up()
         # Others may have what the budget was, and torch keeps nothing of it.
         store.device.begin_budget(None, 0, 0, limited=False)
-
-    # ---- back -------------------------------------------------------------------------------------------------------
 
     def _come_back(self) -> None:
         """Bring back what was on the device, all or nothing: then the model stays parked."""

@@ -81,8 +81,6 @@ class Guess:
             return None
         return guess
 
-    # ---- on the thread that updates -----------------------------------------------------------------------------
-
     def begin(self) -> bool:
         """Whether the update is to be made, asked when nothing of the chunk has changed. Not if its slots are taken: by
         what was committed, and by what has been trained since.
@@ -130,8 +128,6 @@ class Guess:
             # The last tile of weights is home: what `keep` has left is free.
             if self.is_kept:
                 self._release()
-
-    # ---- on the thread that trains ------------------------------------------------------------------------------
 
     def keep(self, params: Sequence[ParamUpdate]) -> bool:
         """The step asks for an update of these params. False if this is another one, or was not made: it is dropped.
