@@ -349,14 +349,17 @@ class Graph:
             self.change(task, "activations", traced.live_bytes - traced.peak_bytes, at_end=True)
         return traced.live_bytes
 
-    def carried(self, moment: int, tasks: list[int], *, back: bool) -> None:
-        """Activations are taken away by ``tasks``, or ``back``: while they are on their way they are in both places."""
+    def carried(self, moment: int, tasks: list[int], *, back: bool, left: int | None = None) -> None:
+        """Activations are taken away by ``tasks``, or ``back``: while they are on their way they are in both places.
+        ``left``: what took them away, if it may still be under way when they are back.
+        """
         here, away = self.work.problem.compute, self.work.problem.offload_to
         if not tasks or away is None:
             return
         num_bytes = self.work.carried_bytes(moment, back=back)
         source, target = (away, here) if back else (here, away)
-        for tier, task, change, at_end in ((target, tasks[0], num_bytes, False), (source, tasks[-1], -num_bytes, True)):
+        last = tasks[-1] if left is None else left
+        for tier, task, change, at_end in ((target, tasks[0], num_bytes, False), (source, last, -num_bytes, True)):
             if tier is away or tier is Tier.GPU:
                 self.change(task, "activations", change, at_end=at_end, tier=tier)
 
@@ -630,12 +633,13 @@ class _Overlap:
         hops = self._work.carry(now.number, back=True)
         if not hops:
             return []
-        missing, left = self._plan.trace.moments[now.number].restored_bytes, list[int]()
+        missing, left, latest = self._plan.trace.moments[now.number].restored_bytes, list[int](), -1
         while self._waiting and missing > 0:
             end, num_bytes = self._waiting.pop()
             missing -= num_bytes
             if self._leaving and self._leaving[-1][0] == end:
                 self._shared.append(self._leaving.pop()[0])
+                latest = max(latest, end)
             else:
                 left.append(end)
         first = now.at - now.number + self._turn
@@ -649,7 +653,7 @@ class _Overlap:
             tasks = self.graph.chain(hops, now.step, now.number, after, now.at)
         else:
             tasks = [self.graph.add(_NOTHING, now.step, -1, after)]
-        self.graph.carried(now.number, tasks, back=True)
+        self.graph.carried(now.number, tasks, back=True, left=None if left or latest < 0 else latest)
         return tasks[-1:] + (self._all_left() if left else [])
 
     def _all_left(self) -> list[int]:
