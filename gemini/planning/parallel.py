@@ -32,7 +32,7 @@ from gemini.planning.plan import Plan
 from gemini.planning.planes import compute_itemsize
 from gemini.planning.simulate import simulate
 from gemini.planning.timeline import Timeline, Track
-from gemini.planning.trace import MemoryTrace, Moment, Phase, times
+from gemini.planning.trace import MemoryTrace, Moment, Phase, kept_among, times
 from gemini.tiers import Tier
 
 
@@ -149,6 +149,7 @@ def stage_trace(trace: MemoryTrace, blocks: Blocks, start: int, stop: int, *, bo
         params=tuple(replace(trace.params[i], apart=trace.params[i].apart or i in elsewhere) for i in own),
         moments=tuple(map(moved, moments)),
         read_together=tuple(sorted(together)),
+        kept_blocks=sum(start <= block < stop for block in kept_among(blocks.number, trace.kept_blocks)),
         tiled=None,
     )
 

@@ -11,7 +11,7 @@ last keeps as much as leaves the others their working sets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,9 @@ from gemini.tiers import DRIVE, MemoryBudget, Tier
 
 LEFT = ", with what the other models leave of the budget"
 """Whose refusal it is."""
+
+MOST_STEPS = 100
+"""Looked at until they repeat; what has changed in any of so many is not relied on."""
 
 _NOT_KEPT = ("windows", "gradients in flight", "activations in flight", "saved activations")
 
@@ -205,7 +208,10 @@ def _in_turn(plans: Mapping[str, Plan], room: int, speeds: Speeds) -> dict[str, 
     all_stay = sum(windows.values()) <= room
     stays, has = dict.fromkeys(plans, all_stay), dict.fromkeys(plans, room)
     if not all_stay and any(each.problem.compute is Tier.GPU for each in plans.values()):
-        stays, has = _in_own_memory(plans, windows, room)
+        memory = WindowMemory(plans, room)
+        for name, each in plans.items():  # as they are wrapped
+            memory.take(name, min(windows[name], window_room(each.problem, each.placement)))
+        stays, has = memory.in_each_step({name: needed_bytes(each) for name, each in plans.items()})
     found = {}
     for name, each in plans.items():
         is_frozen = not any(chunk.trainable for chunk in each.layout.chunks)
@@ -228,35 +234,39 @@ def _in_turn(plans: Mapping[str, Plan], room: int, speeds: Speeds) -> dict[str, 
     return found
 
 
-def _in_own_memory(
-    plans: Mapping[str, Plan], windows: Mapping[str, int], room: int
-) -> tuple[dict[str, bool], dict[str, int]]:
-    """Of each model on a GPU, whether the memory of its windows stays as it is while the others compute, and how much
-    of it there is when it computes itself. What it lacks it takes of the others, whose windows all go then; of the one
-    first that has computed last.
-    """
-    own, needs = dict[str, int](), {name: needed_bytes(each) for name, each in plans.items()}
+class WindowMemory:
+    """What each of several models on a GPU has for its windows, as their turns go round: ``own``, bytes by name."""
 
-    def has_at_least(name: str, wanted: int) -> bool:
-        """Whether it had as much before."""
-        missing = wanted - own.get(name, 0) - max(room - sum(own.values()), 0)
-        before = [other for other in own if other != name]
-        turn = [*plans].index(name)
-        for other in sorted(before, key=lambda other: (turn - [*plans].index(other)) % len(plans)):
-            given = max(min(own[other], missing), 0)
-            own[other], missing = own[other] - given, missing - given
-            stays[other] &= not given
-        is_there = own.get(name, 0) >= wanted
-        own[name] = max(own.get(name, 0), wanted - max(missing, 0))
-        return is_there
+    def __init__(self, names: Iterable[str], room: int):
+        self.own = dict.fromkeys(names, 0)
+        self._turns, self._room = [*self.own], room
 
-    stays, has = dict.fromkeys(plans, True), dict[str, int]()
-    for name, each in plans.items():
-        has_at_least(name, min(windows[name], window_room(each.problem, each.placement)))
-    for _ in range(2):  # the first step, and the others
-        stays = dict.fromkeys(plans, True)
-        for name in plans:
-            is_there = has_at_least(name, needs[name])
-            stays[name] &= is_there
-            has[name] = own[name]
-    return stays, has
+    def take(self, name: str, wanted: int) -> set[str]:
+        """Let a model have as much. What it lacks it takes of the others, of the one first that has computed last.
+        Returns those whose memory is another now: nothing that was in it is left.
+        """
+        had, turn = self.own[name], self._turns.index(name)
+        missing = wanted - had - max(self._room - sum(self.own.values()), 0)
+        changed = {name} if had < wanted else set()
+        for other in reversed(self._turns[turn + 1 :] + self._turns[:turn]):
+            if given := max(min(self.own[other], missing), 0):
+                self.own[other] -= given
+                missing -= given
+                changed.add(other)
+        self.own[name] = max(had, wanted - max(missing, 0))
+        return changed
+
+    def in_each_step(self, needs: Mapping[str, int]) -> tuple[dict[str, bool], dict[str, int]]:
+        """Of each model, whether its memory stays as it is while the others compute, and how much of it there is at
+        least when it computes itself, in all steps but the first ones: those that come again and again.
+        """
+        steps: dict[tuple[int, ...], tuple[set[str], dict[str, int]]] = {}  # by what each had at its start
+        while (start := tuple(self.own.values())) not in steps and len(steps) < MOST_STEPS:
+            changed, has = set[str](), dict[str, int]()
+            for name in self._turns:
+                changed |= self.take(name, needs[name])
+                has[name] = self.own[name]
+            steps[start] = changed, has
+        again = [*steps.values()][[*steps].index(start) if start in steps else 0 :]
+        stays = {name: all(name not in changed for changed, _ in again) for name in self._turns}
+        return stays, {name: min(has[name] for _, has in again) for name in self._turns}

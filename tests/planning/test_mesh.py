@@ -134,6 +134,16 @@ def test_stages_are_the_whole_step(checkpointing: str | None) -> None:
     assert sum(map(kept_by, stages)) == kept_by(trace) + boundary
 
 
+@pytest.mark.parametrize("kept", [1, 3, 4])
+def test_a_stage_counts_the_kept_blocks_that_it_has(kept: int) -> None:
+    trace = traced(checkpointing=True, kept_blocks=kept)
+    blocks = Blocks(trace)
+    for start, stop in ((0, 2), (2, 4), (1, 4), (1, 1), (0, 4)):
+        stage = stage_trace(trace, blocks, start, stop, boundary_bytes=0)
+        again = {blocks.of(moment.module) for moment in stage.moments if moment.phase is Phase.RECOMPUTE}
+        assert stage.kept_blocks == len({*range(start, stop)} - again)
+
+
 def test_a_param_of_two_stages_is_apart() -> None:
     config = LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": True})
     trace = gemini.trace(config, batch_for(config, 2, 32), target="cuda")

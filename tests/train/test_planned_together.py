@@ -1,5 +1,6 @@
 """Plans of several models with one budget say what is run: homes, bytes of every tier, traffic to the byte."""
 
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import gemini
 from gemini.errors import BudgetExceeded
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
-from gemini.planning.together import Together, evaluated, kept_bytes, needed_bytes
+from gemini.planning.together import Together, WindowMemory, evaluated, kept_bytes, needed_bytes
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
 from tests import models
@@ -155,3 +156,41 @@ def test_an_evaluation_saves_nothing() -> None:
     found = evaluated(whole)
     assert found.checkpoint_bytes == 0 < whole.checkpoint_bytes and found.peak_bytes < whole.peak_bytes
     assert not any(param.trainable for param in found.params) and 0 < found.flops < whole.flops / 2
+
+
+def window_memory(room: int, **windows: int) -> WindowMemory:
+    """Of models that were wrapped in this order."""
+    memory = WindowMemory(windows, room)
+    for name, wanted in windows.items():
+        memory.take(name, wanted)
+    return memory
+
+
+def test_memory_that_is_handed_over_in_the_first_steps_alone_stays() -> None:
+    """What the last one took is handed over in the first two steps; after them all have what they need."""
+    needs = {"ref": 2, "reward": 3, "policy": 2}
+    memory = window_memory(10, ref=8, reward=8, policy=8)
+    first, second, third = (set[str]().union(*(memory.take(name, needs[name]) for name in needs)) for _ in range(3))
+    assert first and second and not third
+    stays, has = window_memory(10, ref=8, reward=8, policy=8).in_each_step(needs)
+    assert all(stays.values()) and has == {"ref": 2, "reward": 3, "policy": 5}
+
+
+@pytest.mark.parametrize("models", [2, 3, 5])
+def test_what_stays_is_what_stays_in_every_step_after_the_first_ones(models: int) -> None:
+    """Steps may come again in twos or more: what stays in one of them alone does not stay."""
+    rng, names = random.Random(models), "abcde"[:models]
+    for _ in range(300):
+        windows = {name: rng.randint(2, 12) for name in names}
+        needs = {name: rng.randint(1, wanted) for name, wanted in windows.items()}
+        room = rng.randint(max(needs.values()), sum(windows.values()))
+        stays, has = window_memory(room, **windows).in_each_step(needs)
+        played, went, least = window_memory(room, **windows), set[str](), dict.fromkeys(names, room)
+        for step in range(60):
+            for name in names:
+                changed = played.take(name, needs[name])
+                assert sum(played.own.values()) <= room and played.own[name] >= needs[name]
+                if step >= 30:
+                    went |= changed
+                    least[name] = min(least[name], played.own[name])
+        assert {name for name in names if not stays[name]} == went and has == least
