@@ -148,7 +148,9 @@ def _alternatives(way: Way, fits: bool, timeline: Timeline | None) -> Iterator[R
         said = beside | changes
         try:
             other = way.changed(**said)
-            does_fit, rate = other.outcome() if way.settings.alternatives else (other.fits(), None)
+            does_fit = other.fits()
+            is_timed = does_fit and way.settings.alternatives and way.machine.hardware is not None
+            rate = other.play(other.plan()).tokens_per_second if is_timed else None
         except (GeminiError, ValueError) as e:  # a model without tiles, a machine without more GPUs
             yield _alternative(as_options(said), None, None, str(e).partition(" (")[0])
             continue

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator
+from bisect import insort
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -195,14 +196,6 @@ class Way:
         assert self.machine.hardware is not None
         return gemini.simulate(plan, self.machine.hardware, schedule=self.settings.schedule)
 
-    def outcome(self) -> tuple[bool, float | None]:
-        """Whether the step fits, and its tokens per second where the speeds of the machine are known."""
-        try:
-            plan = self.plan()
-        except BudgetExceeded:
-            return False, None
-        return True, None if self.machine.hardware is None else self.play(plan).tokens_per_second
-
     def fits(self, trace: MemoryTrace | None = None) -> bool:
         """Whether there is a placement: quicker than looking for the best one."""
         where = self.settings.offload_activations
@@ -214,14 +207,9 @@ class Way:
                 return True
         return False
 
-    @property
-    def may_tile(self) -> bool:
-        """Whether the step is in tiles where it does not fit otherwise."""
-        return self.settings.tile_tokens == "auto"
-
     def plain(self) -> MemoryTrace:
         """The step without the tiles that it may have."""
-        return self.changed(tile_tokens=None).trace() if self.may_tile else self.trace()
+        return self.changed(tile_tokens=None).trace() if self.settings.tile_tokens == "auto" else self.trace()
 
     def least(self) -> float:
         """What the step takes at least, computing alone without tiles, or moving what is saved away: seconds, or
@@ -298,36 +286,48 @@ class Found(NamedTuple):
 
 
 def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
-    """The quickest way (if none fits, the one that needs least), what was played, quickest first, and how many fit."""
+    """The quickest way (if none fits, the one that needs least), what was played, quickest first, and of how many:
+    of the ways that fit, each number of kept blocks that may be looked at, whether it fits too or not.
+    """
     sequences = _sequences(way)
     way = Way(way.settings, Traces(of_two=True))
     candidates = sorted(((_kept(*pair), pair[0]) for pair in _ways(way, sequences)), key=lambda c: min(c[0].values()))
     found, of_all = list[Found](), sum(len(least) for least, _ in candidates)
 
-    def wanted() -> float:
-        return (1 - CLOSE) * found[0].seconds if found else math.inf
+    def tell(other: Way) -> None:
+        status.update(f"playing {options_of(other)}, {len(found) + 1} of at most {of_all} ...")
 
     for least, first in candidates:
-        played: dict[int, float] = {}
-        for number, bound in least.items() if min(least.values()) <= wanted() else ():
-            other = first.changed(kept_blocks=number) if number else first
-            status.update(f"playing {options_of(other)}, {len(found) + 1} of at most {of_all} ...")
-            try:
-                if number and not other.fits():
-                    break
-                plan = other.plan()
-                seconds = step_seconds(plan, other.play) if way.machine.hardware else bound
-            except (BudgetExceeded, JobError):  # it was a lower bound of what it needs
-                break
-            found.append(Found(other, plan, seconds))
-            found.sort(key=lambda each: each.seconds)
-            played[number] = seconds
-            if _least_with_more(played, max(least)) > wanted():
-                break
+        if min(least.values()) > _wanted(found):
+            break
+        _play_numbers(first, least, found, tell)
     if found:
         return found[0].way, found, of_all
     smallest = {"batch_size": 1, "accumulate": sequences} if way.settings.fastest else {}
     return way.changed(kept_blocks=None, **smallest), found, of_all
+
+
+def _wanted(found: list[Found]) -> float:
+    """What another way may take at most to be looked at."""
+    return (1 - CLOSE) * found[0].seconds if found else math.inf
+
+
+def _play_numbers(way: Way, least: dict[int, float], found: list[Found], tell: Callable[[Way], None]) -> None:
+    """Add one way to those that were ``found``, with more and more kept blocks, until it does not fit or more of them
+    make it no quicker than the best. ``least``: what it takes at least, by their number.
+    """
+    played: dict[int, float] = {}
+    for number, bound in least.items():
+        other = way.changed(kept_blocks=number) if number else way
+        tell(other)
+        try:
+            plan = other.plan()
+            played[number] = step_seconds(plan, other.play) if way.machine.hardware else bound
+        except (BudgetExceeded, JobError):  # it was a lower bound of what it needs
+            return
+        insort(found, Found(other, plan, played[number]), key=lambda each: each.seconds)
+        if _least_with_more(played, max(least)) > _wanted(found):
+            return
 
 
 def _least_with_more(played: dict[int, float], most: int) -> float:
@@ -396,7 +396,7 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     """Of several micro-batches none fits that is larger than one that does not; one alone needs no sums."""
     from gemini.jobs.models import find_config
 
-    asked, too_large = way.settings, set[str]()
+    asked, too_large, may_tile = way.settings, set[str](), way.settings.tile_tokens == "auto"
     sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
     config = vars(find_config(asked.config or "", asked.layers).config.get_text_config())
     is_random = any("drop" in name and isinstance(value, float) and value for name, value in config.items())
@@ -408,12 +408,12 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
             continue
         if order == "dfs" and not alone and way.settings.gradients in ("transient", "retain"):
             continue
-        if alone and is_large and not other.may_tile and not way.changed(batch_size=1, accumulate=1).fits():
+        if alone and is_large and not may_tile and not way.changed(batch_size=1, accumulate=1).fits():
             continue
         try:
             if other.fits(other.plain()):  # tiles are for what does not fit without
-                yield other.changed(tile_tokens=None) if other.may_tile else other
-            elif other.may_tile and other.fits():
+                yield other.changed(tile_tokens=None) if may_tile else other
+            elif may_tile and other.fits():
                 yield other
             else:
                 too_large.add(order)
@@ -430,39 +430,65 @@ def options_of(way: Way) -> str:
 
 def run_by(way: Way, plan: Plan) -> dict[str, Any]:
     """What runs the plan of ``--out``: a command ("" where jobs have no step like it) and the lines of a program."""
-    settings, path = way.settings, str(way.settings.out or "PLAN")
+    # Of drives those on which the plan has something.
     tiers = [tier for tier in way.machine.budgets if not tier.in_files or plan.bytes_per_tier.get(tier)]
-    drives = [tier for tier in tiers if tier.in_files]
+    return {"command": _command(way, plan, tiers), "python": _program(way, plan, tiers)}
+
+
+def _command(way: Way, plan: Plan, tiers: list[Tier]) -> str:
+    settings = way.settings
+    by_block, in_program = plan.trace.micro_batches > 1, plan.problem.gradients == "transient"
+    if by_block or in_program or settings.layers is not None or not RULES[settings.optimizer].unattended:
+        return ""
     said = {
         "model_name_or_path": settings.config,
         "dataset_name": "DATA",
-        "plan": path,
-        "nvme_path": drives and "FOLDER",
+        "plan": settings.out or "PLAN",
+        "nvme_path": any(tier.in_files for tier in tiers) and "FOLDER",
         "attn_implementation": settings.attn_implementation,
         "use_liger_kernel": settings.kernels == "liger",
         "use_peft": settings.lora is not None,
         "lora_r": settings.lora,
         "lora_target_modules": settings.lora and "all-linear",
         "load_in_4bit": settings.load_in_4bit,
-        "use_cpu": settings.compute == "cpu",
+        "use_cpu": way.machine.compute is Tier.CPU,
     }
     start = f"torchrun --nproc-per-node {plan.layout.ranks} -m gemini" if plan.layout.ranks > 1 else "gemini"
+    return f"{start} sft {as_options(said)}"
+
+
+def _program(way: Way, plan: Plan, tiers: list[Tier]) -> list[str]:
+    """Lines that wrap ``model``, as transformers makes it; none for layers in 4 bits, with which it is loaded."""
+    settings, path = way.settings, str(way.settings.out or "PLAN")
+    if settings.load_in_4bit:
+        return []
     memory: dict[str, Any] = {tier.value: getattr(settings, tier.value) or way.machine.budgets[tier] for tier in tiers}
-    memory |= {f"{tier.value}_path": "FOLDER" for tier in drives}
-    budgets = ", ".join(f"{name}={size!r}" for name, size in memory.items())
-    rule, device = RULES[settings.optimizer], ", device='cpu'" if settings.compute == "cpu" else ""
-    by_block, in_program = plan.trace.micro_batches > 1, plan.problem.gradients == "transient"
-    return {
-        "command": "" if by_block or in_program else f"{start} sft {as_options(said)}",
-        "python": [
-            *(["model.gradient_checkpointing_enable()"] if plan.trace.checkpointing else []),
-            "model = gemini.GeminiDDP(model, gemini.GeminiConfig(placement=gemini.Plan.from_json("
-            f"open({path!r}).read()), memory=gemini.MemoryBudget({budgets}), precision={plan.problem.precision!r}, "
-            f"gradients={plan.problem.gradients!r}, states={settings.states!r}, "
-            f"optimizer={rule.module}.{rule.rule}(){device}))",
-            *(["losses = gemini.train_step(model, micro_batches)"] if by_block else []),
-        ],
-    }
+    memory |= {f"{tier.value}_path": "FOLDER" for tier in tiers if tier.in_files}
+    how: dict[str, Any] = {"precision": plan.problem.precision, "gradients": plan.problem.gradients}
+    how |= {"states": settings.states} | ({"device": "cpu"} if way.machine.compute is Tier.CPU else {})
+    lines = ["import gemini"]
+    if settings.attn_implementation not in (None, "auto"):
+        lines.append(f"model.set_attn_implementation({settings.attn_implementation!r})")
+    if settings.kernels == "liger":
+        family = plan.trace.model.removesuffix("ForCausalLM").lower()
+        lines += ["import liger_kernel.transformers as liger", f"liger.apply_liger_kernel_to_{family}(model=model)"]
+    if settings.lora is not None:
+        how_adapted = f"r={settings.lora}, lora_alpha={2 * settings.lora}, target_modules='all-linear'"
+        lines += ["import peft", f"model = peft.get_peft_model(model, peft.LoraConfig({how_adapted}))"]
+    if plan.trace.checkpointing:
+        lines.append("model.gradient_checkpointing_enable()")
+    lines.append(
+        f"model = gemini.GeminiDDP(model, gemini.GeminiConfig(memory=gemini.MemoryBudget({_arguments(memory)}), "
+        f"placement=gemini.Plan.from_json(open({path!r}).read()), {_arguments(how)}, "
+        f"optimizer=gemini.optim.{RULES[settings.optimizer].rule}()))"
+    )
+    if plan.trace.micro_batches > 1:
+        lines.append("losses = gemini.train_step(model, micro_batches)")
+    return lines
+
+
+def _arguments(said: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in said.items())
 
 
 def as_options(said: dict[str, Any]) -> str:

@@ -21,9 +21,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gemini.errors import BudgetExceeded
 from gemini.planning.costs import Costs, Efficiency, Grid, Group, MeshSizes, sent_in_ring
@@ -163,11 +162,7 @@ def kept_by(trace: MemoryTrace) -> int:
 def in_flight(trace: MemoryTrace, number: int) -> MemoryTrace:
     """The same step, with what so many micro-batches at once keep for backward, this one of them."""
     more = (number - 1) * kept_by(trace)
-    moments = (
-        replace(moment, live_bytes=moment.live_bytes + more, peak_bytes=moment.peak_bytes + more)
-        for moment in trace.moments
-    )
-    return replace(trace, moments=tuple(moments))
+    return replace(trace, moments=tuple(_of_all(moment, 1, more) for moment in trace.moments))
 
 
 def breadth_first(trace: MemoryTrace, number: int) -> MemoryTrace:
@@ -281,57 +276,20 @@ def play_mesh(
     hidden states. ``order``: None for the quicker one of those that fit. ``ends``: play only the first and the last
     stage, which have what comes before and after the blocks.
     """
-    play = partial(_play, trace, hardware, Grid(sizes, per_machine), make, micro_batches, width)
-    found: list[MeshOutcome] = []
-    refusal: BudgetExceeded | None = None
-    for each in ("",) if sizes.pp == 1 else ORDERS if order is None else (order,):
-        try:
-            found.append(play(order=each, schedule=schedule, ends=ends))
-        except BudgetExceeded as e:
-            refusal = refusal or e
-    if not found:
-        assert refusal is not None
-        raise refusal
-    return min(found, key=lambda outcome: outcome.step_seconds)
-
-
-def _costs(trace: MemoryTrace, hardware: Hardware, grid: Grid) -> Costs:
-    return Costs(
-        hardware,
-        Efficiency(),
-        compute=Tier.GPU if trace.target == "cuda" else Tier.CPU,
-        precision=trace.precision,
-        local_ranks=min(grid.per_machine, grid.sizes.ranks),
-    )
-
-
-def least_seconds(
-    trace: MemoryTrace, hardware: Hardware, sizes: MeshSizes, micro_batches: int, *, per_machine: int
-) -> float:
-    """What a step takes at least: computing and the exchanges inside of it, stages alike, and the smaller bubble."""
-    grid, one = Grid(sizes, per_machine), 0.0
+    if order is None and sizes.pp > 1:
+        how: Any = {"micro_batches": micro_batches, "width": width, "per_machine": per_machine, "ends": ends}
+        found: list[MeshOutcome] = []
+        refusals: list[BudgetExceeded] = []
+        for each in ORDERS:
+            try:
+                found.append(play_mesh(trace, hardware, sizes, make, order=each, schedule=schedule, **how))
+            except BudgetExceeded as e:
+                refusals.append(e)
+        if not found:
+            raise refusals[0]
+        return min(found, key=lambda outcome: outcome.step_seconds)
+    grid, order = Grid(sizes, per_machine), "" if sizes.pp == 1 else order or ""
     costs = _costs(trace, hardware, grid)
-    for moment in trace.moments:
-        one += costs.compute(moment, measured=False).seconds
-        one += costs.ring(grid.slices, moment.tp_bytes).seconds + costs.ring(grid.parts, moment.cp_bytes).seconds
-    stage = one / sizes.pp * micro_batches
-    return stage + (sizes.pp - 1) * stage / (micro_batches * LOOPS)
-
-
-def _play(
-    trace: MemoryTrace,
-    hardware: Hardware,
-    grid: Grid,
-    make: Callable[[MemoryTrace, int, str], Plan],
-    micro_batches: int,
-    width: int,
-    *,
-    order: str,
-    schedule: str,
-    ends: bool,
-) -> MeshOutcome:
-    """Play the step with its stages in one order (:func:`play_mesh`)."""
-    sizes, costs = grid.sizes, _costs(trace, hardware, grid)
     boundary = trace.tokens * width * compute_itemsize(trace.precision)
     stages: list[StageOutcome] = []
     for number, (start, stop, own) in enumerate(_stages(trace, sizes.pp, boundary)):
@@ -374,6 +332,29 @@ def _play(
         max(slowest + bubble, costs.wires(*map(sum, zip(*sent.values(), strict=True))).seconds),
         {name: both for name, both in sent.items() if any(both)},
     )
+
+
+def _costs(trace: MemoryTrace, hardware: Hardware, grid: Grid) -> Costs:
+    return Costs(
+        hardware,
+        Efficiency(),
+        compute=Tier.GPU if trace.target == "cuda" else Tier.CPU,
+        precision=trace.precision,
+        local_ranks=min(grid.per_machine, grid.sizes.ranks),
+    )
+
+
+def least_seconds(
+    trace: MemoryTrace, hardware: Hardware, sizes: MeshSizes, micro_batches: int, *, per_machine: int
+) -> float:
+    """What a step takes at least: computing and the exchanges inside of it, stages alike, and the smaller bubble."""
+    grid, one = Grid(sizes, per_machine), 0.0
+    costs = _costs(trace, hardware, grid)
+    for moment in trace.moments:
+        one += costs.compute(moment, measured=False).seconds
+        one += costs.ring(grid.slices, moment.tp_bytes).seconds + costs.ring(grid.parts, moment.cp_bytes).seconds
+    stage = one / sizes.pp * micro_batches
+    return stage + (sizes.pp - 1) * stage / (micro_batches * LOOPS)
 
 
 def _sent(grid: Grid, stages: Sequence[StageOutcome]) -> dict[str, tuple[int, int]]:

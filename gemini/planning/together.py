@@ -32,9 +32,6 @@ from gemini.tiers import DRIVE, MemoryBudget, Tier
 LEFT = ", with what the other models leave of the budget"
 """Whose refusal it is."""
 
-MOST_STEPS = 100
-"""Looked at until they repeat; what has changed in any of so many is not relied on."""
-
 _NOT_KEPT = ("windows", "gradients in flight", "activations in flight", "saved activations")
 
 
@@ -97,9 +94,7 @@ class Together:
     @property
     def bytes_per_tier(self) -> dict[Tier, int]:
         """What all models keep, and the largest working set."""
-        total = Counter[Tier]()
-        for each in self.plans.values():
-            total.update(kept_bytes(each))
+        total = _kept(self.plans)
         total[next(iter(self.plans.values())).problem.compute] += self.working_set
         return {tier: total[tier] for tier in self.budgets}
 
@@ -181,10 +176,7 @@ def plan_together(
 
 
 def _kept(plans: Mapping[str, Plan]) -> Counter[Tier]:
-    total = Counter[Tier]()
-    for each in plans.values():
-        total.update(kept_bytes(each))
-    return total
+    return sum((Counter(kept_bytes(each)) for each in plans.values()), Counter[Tier]())
 
 
 def _all_bytes(traces: Mapping[str, MemoryTrace], accumulate: int, options: Mapping[str, Any]) -> float:
@@ -261,7 +253,8 @@ class WindowMemory:
         least when it computes itself, in all steps but the first ones: those that come again and again.
         """
         steps: dict[tuple[int, ...], tuple[set[str], dict[str, int]]] = {}  # by what each had at its start
-        while (start := tuple(self.own.values())) not in steps and len(steps) < MOST_STEPS:
+        # They repeat after a few; if they did not, no memory that has changed in a hundred would be relied on.
+        while (start := tuple(self.own.values())) not in steps and len(steps) < 100:
             changed, has = set[str](), dict[str, int]()
             for name in self._turns:
                 changed |= self.take(name, needs[name])

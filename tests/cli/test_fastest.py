@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import random
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import peft
 import pytest
 from rich.console import Console
 from traces import decoder_trace
@@ -25,6 +28,7 @@ from gemini.jobs.planner import Traces, Way, choose
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.train_options import Parser, options_of, precision_of
 from gemini.planning.hardware import load_hardware
+from gemini.planning.rules import RULES
 from gemini.planning.sizes import DEEP, SHALLOW, deepened, with_kept
 from gemini.planning.trace import MemoryTrace, Phase
 from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
@@ -286,20 +290,70 @@ def test_what_runs_it_is_read(
     assert (options.ours.nvme_path is not None) == bool(sum(said["held"].get("nvme", {}).values()))
     seen: list[Any] = []
     model = SimpleNamespace(gradient_checkpointing_enable=lambda: seen.append("checkpointing"))
-    face = SimpleNamespace(
-        **{name: getattr(gemini, name) for name in ("GeminiConfig", "MemoryBudget", "Plan")},
-        GeminiDDP=lambda model, config: seen.append(config),
-        optim=gemini.optim,
-        rules=gemini.rules,
-    )
+    monkeypatch.setattr(gemini, "GeminiDDP", lambda model, config: seen.append(config))
+    monkeypatch.setattr(peft, "get_peft_model", lambda model, config: model)
     lines = "\n".join(said["fastest"]["python"])
     assert ("nvme='1GB', nvme_path='FOLDER'" in lines) == (options.ours.nvme_path is not None)
-    exec(lines, {"gemini": face, "model": model})
+    exec(lines, {"model": model})
     *checkpointing, written = seen
     assert bool(checkpointing) is bool(said["checkpointing"]) and written.precision == said["precision"]
     for config in (options.config, written):
         assert config.gradients == said["gradients"] and isinstance(config.placement, gemini.Plan)
         assert config.rule_spec.name == said["optimizer"] and config.states == options.ours.states
+
+
+LIGER = """
+def forward(self, hidden):
+    return type(self).forward(self, hidden)
+
+def apply_liger_kernel_to_llama(model):
+    model.model.norm.forward = forward.__get__(model.model.norm)
+"""
+PLAIN = ["import torch", "from transformers import AutoConfig, AutoModelForCausalLM"]
+STEP = ["ids = torch.zeros(2, 32, dtype=torch.long)", "model(input_ids=ids, labels=ids).loss.backward()"]
+LINES = [
+    *(("--optimizer", rule) for rule in RULES if rule != "lion"),
+    ("--optimizer", "lion", "--states", "compact", "--gradient-checkpointing"),
+    ("--lora", 4),
+    ("--kernels", "liger"),
+    ("--attn-implementation", "eager", "--nvme", "1GB", "--cpu", "20MiB", "--precision", "fp32"),
+]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--lora", 4, "--optimizer", "lion", "--attn-implementation", "eager", "--gradient-checkpointing"),
+        *(pytest.param(more, marks=pytest.mark.slow) for more in LINES),
+    ],
+    ids=lambda more: "-".join(map(str, more[:4])),
+)
+def test_the_lines_run_in_an_interpreter_of_their_own(
+    more: tuple[Any, ...], gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no more than the model that the config describes, up to a backward."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("FOLDER", "liger_kernel/transformers"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "liger_kernel/transformers/__init__.py").write_text(LIGER)
+    config = llama_config(tmp_path / "config.json")
+    step = ("--compute", "cpu", "--cpu", "8GiB", "--seq-len", 32, "--batch-size", 2, "--fastest", "--out", "plan.json")
+    lines = gemini_command.told("plan", config, *step, *more)["fastest"]["python"]
+    built = "model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained('config.json')).train()"
+    program = "\n".join([*PLAIN, built, *lines, *STEP])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_has_no_command_or_no_lines(gemini_command: Command, tmp_path: Path) -> None:
+    """A rule that asks for more of a loop, and another number of layers, have no command; layers in 4 bits no lines."""
+    config = llama_config(tmp_path / "config.json")
+    step = ("plan", config, "--cpu", "8GiB", "--seq-len", 32, "--fastest")
+    in_4bit = gemini_command.told(*step, "--lora", 4, "--load-in-4bit")["fastest"]
+    assert "--load-in-4bit --use-cpu" in in_4bit["command"] and not in_4bit["python"]
+    for more in (("--optimizer", "sophia"), ("--layers", 1)):
+        found = gemini_command.told(*step, *more)["fastest"]
+        assert not found["command"] and "device='cpu'" in found["python"][-1]
 
 
 def test_what_it_does_not_choose_for(gemini_command: Command, tmp_path: Path) -> None:
@@ -357,9 +411,6 @@ def test_the_quickest_number_of_kept_blocks_is_reached_where_steps_are_uneven(
 
         def changed(self, kept_blocks: int | None = None) -> Any:
             return Played(self.base, self.gain, kept_blocks or 0)
-
-        def fits(self) -> bool:
-            return True
 
         def plan(self) -> Any:
             return self
