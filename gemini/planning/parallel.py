@@ -278,8 +278,7 @@ def play_mesh(
     """
     if order is None and sizes.pp > 1:
         how: Any = {"micro_batches": micro_batches, "width": width, "per_machine": per_machine, "ends": ends}
-        found: list[MeshOutcome] = []
-        refusals: list[BudgetExceeded] = []
+        found, refusals = list[MeshOutcome](), list[BudgetExceeded]()
         for each in ORDERS:
             try:
                 found.append(play_mesh(trace, hardware, sizes, make, order=each, schedule=schedule, **how))

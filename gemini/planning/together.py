@@ -103,10 +103,7 @@ class Together:
         """Bytes over each boundary in one optimizer step, of all models; those of a model that is only evaluated at
         most: where its windows do not all stay between its turns, it counts as if none did.
         """
-        moved: Traffic = Counter()
-        for each in self.plans.values():
-            moved.update(each.traffic)
-        return moved
+        return sum((each.traffic for each in self.plans.values()), Counter())
 
     def __str__(self) -> str:
         """What each tier holds of each model, against the budgets."""
