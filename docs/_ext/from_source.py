@@ -261,13 +261,14 @@ def _rules() -> Iterator[list[nodes.Node]]:
 
 
 def _row(option: Any) -> list[nodes.Node]:
-    kinds = {"bool": "", "Path": " PATH", "str": " TEXT", "int": " INT"}
+    kinds = {"bool": "", "Path": " PATH", "str": " TEXT", "int": " INT", "WithModel": " NAME=CONFIG"}
     given = next(words for known, words in kinds.items() if known in option.type)
     is_argument, choices = "metavar" in option.metadata, option.metadata.get("choices", ())
     shown = option.default not in (None, (), False) and not is_argument
+    name = option.name.rstrip("_")  # a word of Python's has one behind it
     words = option.metadata["words"] + (f" ({', '.join(choices)})" if choices else "")
     return [
-        nodes.literal("", f"{option.name.upper() if is_argument else '--' + option.name.replace('_', '-')}{given}"),
+        nodes.literal("", f"{name.upper() if is_argument else '--' + name.replace('_', '-')}{given}"),
         nodes.literal("", f"{option.default}") if shown else nodes.Text(""),
         *_words(words),
     ]
