@@ -15,7 +15,7 @@ import torch
 
 from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.devices.device import CpuDevice, Event, register_device
-from gemini.memory.movement.transfers import Job, Worker
+from gemini.memory.movement.transfers import Job, JobThread, Worker
 from gemini.tiers import Tier
 
 
@@ -24,6 +24,12 @@ class _Copy(Job):
 
     what = "a copy"
     wait = Event.wait
+
+
+class _Stream(Worker):
+    """The last reference to a device may go with a copy, for which its end does not wait: it ends as ever."""
+
+    _end_here = JobThread._end_here
 
 
 class StandinDevice(CpuDevice):
@@ -44,7 +50,7 @@ class StandinDevice(CpuDevice):
         self._gate = gate or (lambda stream: None)
         self._poison = poison
         self._lock = threading.Lock()
-        self._streams: dict[str, Worker] = {}
+        self._streams: dict[str, _Stream] = {}
 
     def copy(
         self,
@@ -72,7 +78,7 @@ class StandinDevice(CpuDevice):
         job.run = run
         with WHOLE, self._lock:
             if stream not in self._streams:
-                self._streams[stream] = Worker(stream)
+                self._streams[stream] = _Stream(stream)
             self._streams[stream].put(job)
         return job
 

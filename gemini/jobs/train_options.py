@@ -241,9 +241,6 @@ def step_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-# ---- what does not go together ---------------------------------------------------------------------------------------
-
-
 def _check(options: Options) -> None:
     ours, model, slices = options.ours, options.model, options.ours.tp > 1 or options.ours.ep > 1
     if not model.model_name_or_path:
@@ -264,9 +261,6 @@ def _check(options: Options) -> None:
         raise JobError("--tp and --ep cut layers, which have no --use_peft, --tile_tokens or --durable_every.")
     if (slices or ours.cp > 1) and ours.plan:
         raise JobError("--tp, --cp and --ep and --plan: a plan is of a whole model.")
-
-
-# ---- several processes -------------------------------------------------------------------------------------------
 
 
 def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConfig | None:

@@ -204,7 +204,11 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(kind: str, tmp_path: Pa
         f"from tests.integrations.test_trl_beside import Path, one_run; one_run({kind!r}, Path({str(tmp_path)!r}), 2)"
     )
     # Not the process group that this process may be in.
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "WORLD_SIZE"))}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MASTER_", "LOCAL_", "RANK", "WORLD_SIZE"))
+    }
     died = subprocess.run([sys.executable, "-c", first], env=own, capture_output=True, text=True, timeout=300)
     assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
     assert (tmp_path / "run" / "checkpoint-1").is_dir() and not (tmp_path / "run" / "checkpoint-3").exists()
