@@ -164,6 +164,7 @@ FOR_THE_TIME_OF_A_CALL = {
     "transformers.core_model_loading.WeightRenaming.convert": "the same",
     "torch.nn.functional.scaled_dot_product_attention": "trace: the memory that it takes on another device",
     "torch.nn.functional.dropout": "trace: the same",
+    "transformers.models.llama.modeling_llama.apply_rotary_pos_emb": "trace: kernels that need not be here",
 }
 """What is put back when a call of ours ends. Functions are other ones for the thread of that call alone."""
 

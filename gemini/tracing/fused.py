@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
+
+from gemini.patches import replaced_for_thread
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of which all four kernels are put in by its ``apply_liger_kernel_to_...``."""
@@ -160,5 +161,5 @@ def with_kernels(model: nn.Module, kernels: str | None) -> Iterator[None]:
             norm.forward = partial(lambda norm, x: _Norm.apply(x, norm.weight), norm)
     whole.model.norm.forward = partial(lambda norm, x: _Norm.apply(x, norm.weight), whole.model.norm)
     whole.forward = partial(_with_loss, whole)
-    with patch.object(sys.modules[type(whole).__module__], "apply_rotary_pos_emb", _rope):
+    with replaced_for_thread(sys.modules[type(whole).__module__], "apply_rotary_pos_emb", _rope):
         yield
