@@ -177,6 +177,7 @@ def test_what_is_put_back_is_listed() -> None:
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert called not in ("patch.object", "mock.patch.object", "mock.patch"), f"{path.name}: for all threads"
             if called == "signal.signal":
                 assert "signal.signal" in FOR_THE_TIME_OF_A_CALL
             if called not in ("replaced", "replaced_for_thread") or path.name == "patches.py":
