@@ -33,11 +33,6 @@ _SLAB = 2**20
 """Elements that are joined, updated and split at once: bounds what the torch lines take beside planes and budgets."""
 
 
-def to_fp32(x: float) -> float:
-    """The nearest fp32 number."""
-    return ctypes.c_float(x).value
-
-
 def exact_sqrt(x: Tensor) -> Tensor:
     """The correctly rounded fp32 square root."""
     # Torch's own on CPU may be an ulp off, in fp32 (17 % of all numbers with torch 2.13 and MKL) and in fp64. From fp64
@@ -222,7 +217,7 @@ def kernel_scalars(kernel: str, step: int = 0, **numbers: float) -> Any:
     names and in the order of the struct there, of ``kernel``, and of ``step``, where compact states are dithered by it.
     Numbers are computed in double and rounded to fp32 here, once.
     """
-    return _scalars_named(tuple(numbers))(*map(to_fp32, numbers.values()), kernel, step)
+    return _scalars_named(tuple(numbers))(*(ctypes.c_float(x).value for x in numbers.values()), kernel, step)
 
 
 @cache

@@ -1,6 +1,8 @@
 """A rank that leaves a script of collectives, with what it has offered and where others do not answer."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,16 @@ from gemini.errors import RankLost
 from gemini.memory.devices.device import DONE, CpuDevice
 from gemini.memory.movement.transfers import Worker
 from gemini.planning.script import Gather, Reduce, Script
-from gemini.train.sharding.scripted import ScriptedStep
+from gemini.train.sharding.scripted import Parted, ScriptedStep
 
 SCRIPT = Script((Gather(0, 0), Gather(1, 1)), (Reduce(0, 0),))
-CHUNKS: list[Any] = [SimpleNamespace(spec=SimpleNamespace(index=number), name=f"chunk {number}") for number in range(2)]
+
+
+def chunk_of(number: int) -> Any:
+    return SimpleNamespace(spec=SimpleNamespace(index=number), name=f"chunk {number}")
+
+
+CHUNKS: list[Any] = [chunk_of(number) for number in range(2)]
 
 
 class Echo:
@@ -28,20 +36,31 @@ class Echo:
         return torch.stack([said, said])
 
 
-@pytest.fixture
-def step() -> Iterator[ScriptedStep]:
+@contextmanager
+def stepping(script: Script, swap: Any, launch_gather: Any) -> Iterator[ScriptedStep]:
     workers = Worker("collectives"), Worker("reduce")
     channel: Any = SimpleNamespace(
-        wire=Echo(),
+        wire=SimpleNamespace(swap=swap),
         device=CpuDevice(),
         mover=SimpleNamespace(in_worker=False),
         fetch_ahead=lambda chunk: DONE,
-        launch_gather=lambda chunk, ready: DONE,
+        launch_gather=launch_gather,
     )
     manager: Any = SimpleNamespace(await_begun=lambda: None)
-    yield ScriptedStep(SCRIPT, channel, manager, workers)
+    yield ScriptedStep(script, channel, manager, workers)
     for worker in workers:
         worker.close()
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def step(echo: Echo) -> Iterator[ScriptedStep]:
+    with stepping(SCRIPT, echo.swap, lambda chunk, ready: DONE) as step:
+        yield step
 
 
 def test_one_order_of_both_kinds(step: ScriptedStep) -> None:
@@ -64,11 +83,101 @@ def test_who_waits_for_a_reduction_has_begun_what_stands_before_it(step: Scripte
     assert step.is_parted and not added and step.gather(CHUNKS[1]) is None and not step.finish()
 
 
-def test_behind_a_lost_rank_nothing_is_launched(step: ScriptedStep) -> None:
-    step._channel.wire.is_lost = True  # type: ignore[attr-defined]
+def test_behind_a_lost_rank_nothing_is_launched(step: ScriptedStep, echo: Echo) -> None:
+    echo.is_lost = True
     with pytest.raises(RankLost):
         step.gather(CHUNKS[0])
-    step._channel.wire.is_lost = False  # type: ignore[attr-defined]
+    echo.is_lost = False
     assert step.is_parted and step.gather(CHUNKS[1]) is None
     with pytest.raises(RankLost):
         step.finish()
+
+
+def test_one_message_is_for_all_that_is_offered_when_it_is_sent() -> None:
+    """Eight blocks of three chunks, gathered for forward and backward and reduced. Each of the 72 had a message of its
+    own: nine for a block. With a launcher behind that a message finds sixteen at most, so there are five in all.
+    """
+    blocks, each, asked = 8, 3, list[list[int]]()
+    moments = [*range(blocks), *reversed(range(blocks))]
+    gathers = [Gather(n, each * block + m) for n, block in enumerate(moments) for m in range(each)]
+    done = [Reduce(blocks + n, each * block + m) for n, block in enumerate(moments[blocks:]) for m in range(each)]
+    script, began, launched, added = Script(tuple(gathers), tuple(done)), threading.Event(), list[Any](), list[int]()
+
+    def swap(tag: Any, said: torch.Tensor, what: str) -> torch.Tensor:
+        assert began.wait(60)
+        asked.append(said.tolist())
+        return torch.stack([said, said])
+
+    def launch(name: Any) -> Any:
+        launched.append(name)
+        return DONE
+
+    with stepping(script, swap, lambda chunk, ready: launch(("gather", chunk.spec.index))) as step:
+        step._channel.mover.in_worker = True
+        for number, reduction in enumerate([*done, None]):
+            before = script.gathers_before[number] if reduction else len(gathers)
+            while step._gathered < before:
+                assert step.gather(chunk_of(gathers[step._gathered].chunk)) is not None
+            if reduction is not None:
+                index = reduction.chunk
+                step.reduce(2, lambda index=index: added.append(index), lambda index=index: launch(("sum", index)))
+        began.set()
+        assert step.finish()
+    num = len(gathers) + len(done)
+    assert len(launched) == num == 72 and added == [reduction.chunk for reduction in done]
+    assert len(asked) == 5 <= blocks, f"{len(asked)} messages for {blocks} blocks"
+    order = [("gather", gather.chunk) for gather in gathers]
+    assert [kind for kind in launched if kind[0] == "gather"] == order
+    assert sum(word != 0 for said in asked for word in said) == num, "nothing is said twice, and nothing is left out"
+
+
+@pytest.mark.parametrize("parts_at", [0, 1, 2])
+def test_what_another_rank_has_not_offered_is_asked_again(parts_at: int) -> None:
+    """It says of so many that it takes part, and then that it leaves. Nothing else is launched."""
+    asked, launched, began = list[list[int]](), list[int](), threading.Event()
+
+    def swap(tag: Any, said: torch.Tensor, what: str) -> torch.Tensor:
+        assert began.wait(60)
+        other = torch.zeros_like(said)
+        if not asked:
+            other[:parts_at] = said[:parts_at]
+        asked.append(said.tolist())
+        return torch.stack([said, other])
+
+    def launch(chunk: Any, ready: Any) -> Any:
+        launched.append(chunk.spec.index)
+        return DONE
+
+    with stepping(Script(tuple(Gather(n, n) for n in range(4)), ()), swap, launch) as step:
+        step._channel.mover.in_worker = True
+        ends = [step.gather(chunk_of(number)) for number in range(4)]
+        began.set()
+        for number, end in enumerate(ends):
+            assert end is not None
+            end.job.wait_until_over()
+            assert isinstance(end.job.error, Parted) == (number >= parts_at)
+        assert not step.finish()
+    assert launched == list(range(parts_at)) and len(asked) == (1 if parts_at == 0 else 2)
+
+
+def test_after_a_launch_that_failed_nothing_that_was_agreed_is_launched() -> None:
+    launched, began = list[int](), threading.Event()
+
+    def swap(tag: Any, said: torch.Tensor, what: str) -> torch.Tensor:
+        assert began.wait(60)
+        return torch.stack([said, said])
+
+    def launch(chunk: Any, ready: Any) -> Any:
+        launched.append(chunk.spec.index)
+        if len(launched) == 2:
+            raise ValueError("the library refuses")
+        return DONE
+
+    with stepping(Script(tuple(Gather(n, n) for n in range(4)), ()), swap, launch) as step:
+        step._channel.mover.in_worker = True
+        ends: list[Any] = [step.gather(chunk_of(number)) for number in range(4)]
+        began.set()
+        for end in ends:
+            end.job.wait_until_over()
+        assert [type(end.job.error) for end in ends] == [type(None), ValueError, Parted, Parted]
+        assert launched == [0, 1] and not step.finish()

@@ -396,11 +396,8 @@ def without_drawing() -> Iterator[None]:
     """On this thread models are not initialized (some compute with values, which meta tensors lack), ties are made."""
     from transformers import PreTrainedModel
 
-    def only_tie(model: Any) -> None:
-        # All that is left of it; a model may call it more than once.
-        model.tie_weights(recompute_mapping=False)
-
-    with replaced_for_thread(PreTrainedModel, "init_weights", only_tie):
+    # Ties are all that is left of it; a model may call it more than once.
+    with replaced_for_thread(PreTrainedModel, "init_weights", lambda model: model.tie_weights(recompute_mapping=False)):
         yield
 
 

@@ -9,8 +9,9 @@ Both channels make the same sums of the same terms; over the wire they are made 
 One place launches all collectives of a script, in one order that is that of all ranks: among GPUs, ranks whose
 collectives are in different orders wait for each other for ever. So both kinds are in one order here
 (:attr:`gemini.planning.script.Script.gathers_before`), and one thread, the *launcher*, begins them. Who wants one
-offers it to the launcher, which takes it when all before it were launched. It first hears one small number from each
-rank: that it takes part, or that it *parts*. Nobody launches a collective from which a rank has parted, nor anything
+offers it to the launcher, which takes it when all before it were launched. It first hears a small number from each
+rank: that it takes part, or that it *parts*. With it come those of what stands behind and is offered already, so where
+the launcher is late one message is for many. Nobody launches a collective from which a rank has parted, nor anything
 after it: there all ranks leave the script, and gradients that were not reduced stay where they are. These numbers
 travel while what was launched before is under way.
 
@@ -152,6 +153,7 @@ class LibraryChannel(Channel):
 _PARTS = 0
 """The word of a rank that leaves the script, where the others say what they bring."""
 _TAKES_PART = 1
+_AT_ONCE = 16  # collectives that a message is for at most: 128 bytes, and the gathers and sums of a block or more
 _STREAM = "landing"
 
 
@@ -204,7 +206,9 @@ class ScriptedStep:
         # Offers come from the training thread, the fetch worker and autograd's threads.
         self._order = threading.Lock()
         self._next = 0  # the place in the order that is given to the launcher next
-        self._offered: dict[int, Job] = {}
+        self._offered: dict[int, tuple[Job, int]] = {}
+        self._says: list[int] = []  # what this rank says of each place that the launcher has, in their order
+        self._heard = 0  # before this place all take part in everything; the launcher's own
         self._launches: list[Job] = []
         self._leaves = False
 
@@ -298,7 +302,7 @@ class ScriptedStep:
         launch = Launch(Job(place))
 
         def run() -> None:
-            self._hear(says, what)
+            self._hear(place, what)
             try:
                 launch.end = begin()
             except BaseException:  # what others have launched here does not end; nothing more is begun
@@ -308,7 +312,7 @@ class ScriptedStep:
         launch.job.run = run
         with WHOLE, self._order:
             self._launches.append(launch.job)
-            self._offered[place] = launch.job
+            self._offered[place] = launch.job, says
             self._give()
         return launch
 
@@ -316,27 +320,31 @@ class ScriptedStep:
         """Give the launcher what is at the next places; all that was offered, if this rank leaves. Needs ``_order``."""
         # The launcher never sees a collective before all that stand before it: it has no order of its own to keep.
         while self._next in self._offered:
-            self._launcher.put(self._offered.pop(self._next))
+            job, says = self._offered.pop(self._next)
+            self._says.append(says)
+            self._launcher.put(job)
             self._next += 1
         # Behind the place where this rank leaves all end as parted, so that no thread waits for them.
         for place in sorted(self._offered) if self._leaves else ():
-            self._launcher.put(self._offered.pop(place))
+            self._launcher.put(self._offered.pop(place)[0])
 
-    def _hear(self, says: int, what: str) -> None:
-        """Hear before a collective that all ranks say the same. Runs on the launcher's thread. Raises Parted if one of
-        them parts, or has before, or they bring different things.
+    def _hear(self, place: int, what: str) -> None:
+        """Hear before a collective that all ranks say the same of it, and how far they do. Runs on the launcher's
+        thread. Raises Parted if one of them parts, or has before, or they bring different things.
         """
         # Once a rank has parted nobody says anything more: the others have left at the same place.
-        if not self.is_parted:
-            said, whole = torch.tensor([says], dtype=torch.int64, device="cpu"), False
+        if not self.is_parted and place >= self._heard:
+            own = self._says[place : place + _AT_ONCE]
+            said = torch.tensor(own + [_PARTS] * (_AT_ONCE - len(own)), dtype=torch.int64, device="cpu")
             try:
                 heard = self._channel.wire.swap(Tag.HEADER, said, what)
-                whole = says != _PARTS and bool((heard == says).all())
+                # The same on every rank: up to the first place of which not all say the same.
+                alike = (heard == said).all(0) & (said != _PARTS)
+                self._heard = place + int(alike.long().cumprod(0).sum())
             finally:  # nor does anything come of what stands behind a rank that is lost
-                self.is_parted = not whole
-            if whole:
-                return
-        raise Parted("a rank has left the script of this step")
+                self.is_parted = self._heard <= place
+        if self.is_parted:
+            raise Parted("a rank has left the script of this step")
 
     def part(self) -> None:
         """Leave the script where this rank has offered nothing any more; what it has offered behind that ends, too.
@@ -349,7 +357,8 @@ class ScriptedStep:
             # At the next place and no later one: what was launched before it ends on all ranks.
             if self._next < self._num_places:
                 job = Job(self._next)
-                job.run = partial(self._hear, _PARTS, "leaving a script")
+                job.run = partial(self._hear, self._next, "leaving a script")
+                self._says.append(_PARTS)
                 self._launches.append(job)
                 self._launcher.put(job)
             self._give()

@@ -198,10 +198,6 @@ def _rowwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -
     return out if bias is None else out + bias
 
 
-def _rowwise_of_whole(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
-    return _rowwise(module, own, slices, slices.cut(x))
-
-
 def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: torch.Tensor) -> torch.Tensor:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
@@ -266,7 +262,7 @@ STYLES: dict[str, Callable[..., Any] | None] = {
     "colwise_gather_output": _joined,
     "rowwise": _rowwise,
     "packed_rowwise": _rowwise,
-    "rowwise_split_input": _rowwise_of_whole,
+    "rowwise_split_input": lambda module, own, slices, x: _rowwise(module, own, slices, slices.cut(x)),
     "embedding_rowwise": _embedding_by_rows,
     "embedding_colwise": _joined,
     "replicated_with_grad_allreduce": _whole_with_summed_grads,

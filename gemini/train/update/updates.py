@@ -242,7 +242,8 @@ class Updates:
         update = update_of(self._mover, self._rules, chunk, params)
         # While the program's own writes to params are still to be seen: the update would hide them.
         self._exposure.look_for_writes(chunk)
-        WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
+        # Until the engine says that the backward is over: all of it is one update.
+        WHOLE.hold(lambda: torch._C._current_graph_task_id() != -1)
         # Before the first change: from here on the step cannot be dropped as if nothing had been.
         self._state.updated_in_backward = True
         self.unseen.num_chunks += 1
@@ -427,10 +428,6 @@ class Updates:
         for job in self.pending.values():
             job.chunk.update = None
         self.pending.clear()
-
-
-def _in_a_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 # ---- gradients that are used before the host knows whether they are finite -------------------------------------------
