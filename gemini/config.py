@@ -62,8 +62,8 @@ class GeminiConfig:
         overlap: whether updates, fetches and writes run at the same time as computing. Results have the same bits
             without.
         update_threads: the number of CPU threads for an update that runs during computing. By default those processors
-            that computing does not use. If torch uses all of them, the default is to run updates that need no drive
-            immediately, on all processors.
+            that computing does not use, and no more than make it faster by the figures of ``hardware``. If torch uses
+            all of them, the default is to run updates that need no drive immediately, on all processors.
         optimizer: the update rule (a :class:`gemini.rules.UpdateRule`: one of ``gemini.optim``, or your own). It
             decides which states there are, and the optimizer must have the same rule. By default Adam's, which
             :class:`gemini.HybridAdam` uses.

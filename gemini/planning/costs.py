@@ -106,7 +106,7 @@ class Costs:
     """One rank's machine; ``local_ranks`` on the same host divide its memory, drives and threads. ``beside``: updates
     run beside computing; where both run on the host, each has threads of its own if the hardware says how many torch
     has and what an update takes with one, else either takes the whole host. ``update_threads``: of such updates; None
-    for the cores that torch leaves, at least one.
+    for those of the cores that torch leaves which make them faster, at least one.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Costs:
         if beside and compute is Tier.CPU and all(map(hardware.has, _TO_DIVIDE_HOST)):
             figures = hardware.figures
             cores, torch_threads = figures["cpu_threads"].value / local_ranks, figures["torch_threads"].value
-            self._update_threads = update_threads or max(int(cores - torch_threads), 1)
+            self._update_threads = update_threads or hardware.useful_threads(max(int(cores - torch_threads), 1))
             # Threads that slow each other down use more of the cores than they are.
             slower = figures["cpu_contention"].value if hardware.has("cpu_contention") else 1.0
             self._computes_with = min(1.0, torch_threads / cores * slower)

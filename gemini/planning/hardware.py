@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,13 @@ class Hardware(Document, kind="hardware"):
     def sustained(self, key: str) -> str:
         """The figure of a speed that holds for hours: a step writes again and again, which no drive's cache holds."""
         return f"{key}_sustained" if self.has(f"{key}_sustained") else key
+
+    def useful_threads(self, most: int) -> int:
+        """Of ``most`` CPU threads those that make an update faster; all if its speed by one and by all is not here."""
+        if not (self.has("update_cpu") and self.has("update_cpu_one")):
+            return most
+        # Until memory has no more to give, each thread adds one's speed; close to that each is slower: a quarter more.
+        return min(most, ceil(1.25 * self.figures["update_cpu_one"].value / self.figures["update_cpu"].value))
 
     def capacity(self, tier: Tier) -> int | None:
         """Bytes of a tier; None if the machine has none of it (or does not say)."""

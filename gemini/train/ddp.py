@@ -504,11 +504,8 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     # class whose own first base is not nn.Module (ABC, Generic[T], a mixin with __slots__) has a layout of its own: it
     # comes first among the bases, and behind ours in the order in which methods are looked for.
     theirs = original.__mro__
-
-    def ours_first(cls: type) -> list[type]:
-        return [*(kind for kind in type.mro(cls) if kind not in theirs), *theirs]
-
-    kind: Any = type(f"Managed{type(original).__name__}", (type(original),), {"mro": ours_first})
+    first_ours = {"mro": lambda cls: [*(kind for kind in type.mro(cls) if kind not in theirs), *theirs]}
+    kind: Any = type(f"Managed{type(original).__name__}", (type(original),), first_ours)
     return kind(original.__name__, (original, *first), namespace)
 
 

@@ -19,6 +19,7 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Use
 from gemini.memory.devices.device import Event
+from gemini.planning.hardware import Figure, Hardware
 from gemini.tiers import Tier
 from gemini.train.update import worker as update_worker
 from tests import models, scaling
@@ -442,5 +443,20 @@ def test_a_gpu_leaves_two_cores_to_the_threads_that_launch(monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "get_num_threads", lambda: 32)  # processors, two for each core
     for cores, threads in ((16, 14), (3, 1), (2, 1), (64, 32)):
         monkeypatch.setattr(update_worker, "num_cores", lambda cores=cores: cores)
-        assert update_worker.update_threads(None, Tier.GPU) == threads
-        assert update_worker.update_threads(5, Tier.GPU) == 5
+        assert update_worker.update_threads(None, Tier.GPU, None) == threads
+        assert update_worker.update_threads(5, Tier.GPU, None) == 5
+
+
+@pytest.mark.parametrize(("one", "threads"), [(8e-9, 10), (0.8e-9, 1), (80e-9, 14), (None, 14)])
+def test_no_more_threads_update_than_make_it_faster(
+    one: float | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread takes eight times as long as all: ten have a quarter to spare, and the other four leave memory alone."""
+    monkeypatch.setattr(kernels, "get_num_threads", lambda: 32)
+    monkeypatch.setattr(update_worker, "num_cores", lambda: 16)
+    figures = {"update_cpu": Figure(1e-9, "measured")} | ({"update_cpu_one": Figure(one, "measured")} if one else {})
+    hardware = Hardware("a server", figures)
+    assert update_worker.update_threads(None, Tier.GPU, hardware) == threads
+    assert update_worker.update_threads(14, Tier.GPU, hardware) == 14, "who says a number has it"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert update_worker.update_threads(None, Tier.CPU, hardware) == (threads if threads < 14 else 24)

@@ -329,16 +329,13 @@ class ScriptedStep:
             self._launcher.put(self._offered.pop(place)[0])
 
     def _hear(self, place: int, what: str) -> None:
-        """Hear before a collective that all ranks say the same of it, and how far they do. Runs on the launcher's
-        thread. Raises Parted if one of them parts, or has before, or they bring different things.
-        """
+        """Hear, on the launcher's thread, up to where all ranks say the same; raises Parted if not of this place."""
         # Once a rank has parted nobody says anything more: the others have left at the same place.
         if not self.is_parted and place >= self._heard:
             own = self._says[place : place + _AT_ONCE]
             said = torch.tensor(own + [_PARTS] * (_AT_ONCE - len(own)), dtype=torch.int64, device="cpu")
             try:
                 heard = self._channel.wire.swap(Tag.HEADER, said, what)
-                # The same on every rank: up to the first place of which not all say the same.
                 alike = (heard == said).all(0) & (said != _PARTS)
                 self._heard = place + int(alike.long().cumprod(0).sum())
             finally:  # nor does anything come of what stands behind a rank that is lost

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple, NoReturn, cast
 
@@ -46,7 +46,7 @@ from gemini.train.update.tiles import (
     tiles_of,
     update_of,
 )
-from gemini.train.update.worker import UpdateJob, UpdateWorker, update_threads
+from gemini.train.update.worker import UpdateJob, UpdateWorker
 
 _WAITING = OF_BUDGET - {Turn.FLIGHTS}  # asked for gradients that wait for their update: those before them
 
@@ -65,7 +65,7 @@ class Updates:
         rule: UpdateRule,
         *,
         alone: bool,
-        threads: int | None,
+        num_threads: Callable[[], int],
     ):
         self._chunks, self._device, self._ledger = store.chunks, store.device, store.ledger
         self._mover, self._manager, self._state = store.mover, store.manager, state
@@ -81,7 +81,7 @@ class Updates:
         self.collected: dict[int, list[ParamUpdate]] = {}
         """By chunk, inside a backward: what :meth:`complete` is going to update."""
         self.unseen = DeferredFiniteChecks(state, store.mover, rule, alone=alone)
-        self._threads = threads
+        self._num_threads = num_threads
         self._worker: UpdateWorker | None = None
         # The worker knows this object weakly: a thread must not keep a model alive.
         if store.transfers.beside:
@@ -206,7 +206,7 @@ class Updates:
             return False
         if update.path is Path.IN_PLACE:
             # Without a spare core both would be slower for it.
-            return update_threads(self._threads, self._device.tier) > 0
+            return self._num_threads() > 0
         return update.path is Path.STREAMED or (update.path is Path.STAGED and self._worker.slot_tile > 0)
 
     def _job(self, update: ChunkUpdate, guess: Guess = CERTAIN) -> UpdateJob:
@@ -215,7 +215,7 @@ class Updates:
             update,
             update.chunk.first_use,
             moved=self._mover.watch.moved,
-            threads=max(update_threads(self._threads, self._device.tier), 1),
+            threads=max(self._num_threads(), 1),
             # Now: everything that the device was given so far made these gradients, and nothing after it did.
             ready=self._device.mark(),
             observers=self._observers,
@@ -242,8 +242,7 @@ class Updates:
         update = update_of(self._mover, self._rules, chunk, params)
         # While the program's own writes to params are still to be seen: the update would hide them.
         self._exposure.look_for_writes(chunk)
-        # Until the engine says that the backward is over: all of it is one update.
-        WHOLE.hold(lambda: torch._C._current_graph_task_id() != -1)
+        WHOLE.hold(lambda: torch._C._current_graph_task_id() != -1)  # until backward is over: all of it is one update
         # Before the first change: from here on the step cannot be dropped as if nothing had been.
         self._state.updated_in_backward = True
         self.unseen.num_chunks += 1

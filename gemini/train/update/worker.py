@@ -25,6 +25,7 @@ from gemini.memory.movement.mover import Mover, StagingSet, Working
 from gemini.memory.movement.transfers import Job, JobThread, Lane, Transfer
 from gemini.memory.system import num_cores
 from gemini.memory.watching import Moved
+from gemini.planning.hardware import Hardware
 from gemini.tiers import Tier
 from gemini.train.observers import WriteObservers
 from gemini.train.update.guess import Guess
@@ -308,7 +309,7 @@ def _deleted() -> GeminiError:
     return GeminiError("the model was deleted while it was updated")
 
 
-def update_threads(setting: int | None, compute: Tier) -> int:
+def update_threads(setting: int | None, compute: Tier, hardware: Hardware | None) -> int:
     """``setting``, or the processors that computing leaves. Where a GPU computes these are all cores but two, for the
     threads that launch forward and backward; two processors of one core count as one, since an update waits for memory.
     Else it is what torch leaves. None where it takes them all: an update beside computing would slow both down (on 2
@@ -316,6 +317,6 @@ def update_threads(setting: int | None, compute: Tier) -> int:
     """
     if setting is not None:
         return setting
-    if compute is Tier.GPU:
-        return max(min(kernels.get_num_threads(), num_cores() - 2), 1)
-    return max(kernels.get_num_threads() - torch.get_num_threads(), 0)
+    threads, on_gpu = kernels.get_num_threads(), compute is Tier.GPU
+    left = max(min(threads, num_cores() - 2), 1) if on_gpu else max(threads - torch.get_num_threads(), 0)
+    return left if hardware is None else hardware.useful_threads(left)
