@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -50,7 +49,6 @@ from gemini.train.sharding.shards import Company, Shards
 from gemini.train.step import StepState, alone
 from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
-from gemini.train.update.worker import update_threads
 
 
 class Engine:
@@ -182,8 +180,7 @@ def _make_parts(built: Built, config: GeminiConfig, ranks: Ranks, rule: UpdateRu
     calls = Calls(store.manager, exposure)
     # When room is short, weights that only the rest of a backward may need go before somebody is refused.
     store.ledger.register(Turn.PINS, calls.relieve, store.device.tier)
-    threads = partial(update_threads, config.update_threads, store.device.tier, config.hardware)
-    updates = Updates(store, state, exposure, writes, rule, alone=not shared, num_threads=threads)
+    updates = Updates(store, state, exposure, writes, rule, alone=not shared, config=config)
     # Room that gathered weights need at once, which gradients on the same tier must leave free.
     working_set = store.working_set if shared or store.moves else 0
     # Other slices and stages may have a part of the norms.

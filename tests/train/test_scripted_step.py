@@ -36,6 +36,10 @@ class Echo:
         return torch.stack([said, said])
 
 
+def check(is_so: bool) -> None:
+    assert is_so
+
+
 @contextmanager
 def stepping(script: Script, swap: Any, launch_gather: Any) -> Iterator[ScriptedStep]:
     workers = Worker("collectives"), Worker("reduce")
@@ -114,6 +118,9 @@ def test_one_message_is_for_all_that_is_offered_when_it_is_sent() -> None:
 
     with stepping(script, swap, lambda chunk, ready: launch(("gather", chunk.spec.index))) as step:
         step._channel.mover.in_worker = True
+        step._launcher.submit(
+            lambda: check(began.wait(60)), -1
+        )  # it is late: all is offered when it comes to the first
         for number, reduction in enumerate([*done, None]):
             before = script.gathers_before[number] if reduction else len(gathers)
             while step._gathered < before:
@@ -150,6 +157,7 @@ def test_what_another_rank_has_not_offered_is_asked_again(parts_at: int) -> None
 
     with stepping(Script(tuple(Gather(n, n) for n in range(4)), ()), swap, launch) as step:
         step._channel.mover.in_worker = True
+        step._launcher.submit(lambda: check(began.wait(60)), -1)
         ends = [step.gather(chunk_of(number)) for number in range(4)]
         began.set()
         for number, end in enumerate(ends):
@@ -175,6 +183,7 @@ def test_after_a_launch_that_failed_nothing_that_was_agreed_is_launched() -> Non
 
     with stepping(Script(tuple(Gather(n, n) for n in range(4)), ()), swap, launch) as step:
         step._channel.mover.in_worker = True
+        step._launcher.submit(lambda: check(began.wait(60)), -1)
         ends: list[Any] = [step.gather(chunk_of(number)) for number in range(4)]
         began.set()
         for end in ends:

@@ -439,12 +439,16 @@ def test_a_window_that_somebody_looks_into_stays_theirs(tmp_path: Path) -> None:
     assert same(model, other)
 
 
+def asked(threads: int | None, hardware: Hardware | None = None) -> gemini.GeminiConfig:
+    return gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="1GiB"), update_threads=threads, hardware=hardware)
+
+
 def test_a_gpu_leaves_two_cores_to_the_threads_that_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "get_num_threads", lambda: 32)  # processors, two for each core
     for cores, threads in ((16, 14), (3, 1), (2, 1), (64, 32)):
         monkeypatch.setattr(update_worker, "num_cores", lambda cores=cores: cores)
-        assert update_worker.update_threads(None, Tier.GPU, None) == threads
-        assert update_worker.update_threads(5, Tier.GPU, None) == 5
+        assert update_worker.update_threads(asked(None), Tier.GPU) == threads
+        assert update_worker.update_threads(asked(5), Tier.GPU) == 5
 
 
 @pytest.mark.parametrize(("one", "threads"), [(8e-9, 10), (0.8e-9, 1), (80e-9, 14), (None, 14)])
@@ -456,7 +460,7 @@ def test_no_more_threads_update_than_make_it_faster(
     monkeypatch.setattr(update_worker, "num_cores", lambda: 16)
     figures = {"update_cpu": Figure(1e-9, "measured")} | ({"update_cpu_one": Figure(one, "measured")} if one else {})
     hardware = Hardware("a server", figures)
-    assert update_worker.update_threads(None, Tier.GPU, hardware) == threads
-    assert update_worker.update_threads(14, Tier.GPU, hardware) == 14, "who says a number has it"
+    assert update_worker.update_threads(asked(None, hardware), Tier.GPU) == threads
+    assert update_worker.update_threads(asked(14, hardware), Tier.GPU) == 14, "who says a number has it"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert update_worker.update_threads(None, Tier.CPU, hardware) == (threads if threads < 14 else 24)
+    assert update_worker.update_threads(asked(None, hardware), Tier.CPU) == (threads if threads < 14 else 24)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple, NoReturn, cast
 
 import torch
 
 from gemini import kernels
+from gemini.config import GeminiConfig
 from gemini.errors import NonFiniteGradient
 from gemini.interrupts import WHOLE
 from gemini.ledger import OF_BUDGET, Turn, Want
@@ -46,7 +47,7 @@ from gemini.train.update.tiles import (
     tiles_of,
     update_of,
 )
-from gemini.train.update.worker import UpdateJob, UpdateWorker
+from gemini.train.update.worker import UpdateJob, UpdateWorker, update_threads
 
 _WAITING = OF_BUDGET - {Turn.FLIGHTS}  # asked for gradients that wait for their update: those before them
 
@@ -65,7 +66,7 @@ class Updates:
         rule: UpdateRule,
         *,
         alone: bool,
-        num_threads: Callable[[], int],
+        config: GeminiConfig,
     ):
         self._chunks, self._device, self._ledger = store.chunks, store.device, store.ledger
         self._mover, self._manager, self._state = store.mover, store.manager, state
@@ -81,7 +82,7 @@ class Updates:
         self.collected: dict[int, list[ParamUpdate]] = {}
         """By chunk, inside a backward: what :meth:`complete` is going to update."""
         self.unseen = DeferredFiniteChecks(state, store.mover, rule, alone=alone)
-        self._num_threads = num_threads
+        self._config = config
         self._worker: UpdateWorker | None = None
         # The worker knows this object weakly: a thread must not keep a model alive.
         if store.transfers.beside:
@@ -206,7 +207,7 @@ class Updates:
             return False
         if update.path is Path.IN_PLACE:
             # Without a spare core both would be slower for it.
-            return self._num_threads() > 0
+            return update_threads(self._config, self._device.tier) > 0
         return update.path is Path.STREAMED or (update.path is Path.STAGED and self._worker.slot_tile > 0)
 
     def _job(self, update: ChunkUpdate, guess: Guess = CERTAIN) -> UpdateJob:
@@ -215,7 +216,7 @@ class Updates:
             update,
             update.chunk.first_use,
             moved=self._mover.watch.moved,
-            threads=max(self._num_threads(), 1),
+            threads=max(update_threads(self._config, self._device.tier), 1),
             # Now: everything that the device was given so far made these gradients, and nothing after it did.
             ready=self._device.mark(),
             observers=self._observers,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gemini import kernels
+from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import PendingUpdate
 from gemini.memory.devices.device import DONE, Event
@@ -25,7 +26,6 @@ from gemini.memory.movement.mover import Mover, StagingSet, Working
 from gemini.memory.movement.transfers import Job, JobThread, Lane, Transfer
 from gemini.memory.system import num_cores
 from gemini.memory.watching import Moved
-from gemini.planning.hardware import Hardware
 from gemini.tiers import Tier
 from gemini.train.observers import WriteObservers
 from gemini.train.update.guess import Guess
@@ -309,14 +309,14 @@ def _deleted() -> GeminiError:
     return GeminiError("the model was deleted while it was updated")
 
 
-def update_threads(setting: int | None, compute: Tier, hardware: Hardware | None) -> int:
-    """``setting``, or the processors that computing leaves. Where a GPU computes these are all cores but two, for the
+def update_threads(config: GeminiConfig, compute: Tier) -> int:
+    """Those of ``config``, or what computing leaves. Where a GPU computes these are all cores but two, for the
     threads that launch forward and backward; two processors of one core count as one, since an update waits for memory.
     Else it is what torch leaves. None where it takes them all: an update beside computing would slow both down (on 2
     cores with 2 torch threads a step of a 70M Llama took 2 to 7 % longer), and is made at once, by all of them.
     """
-    if setting is not None:
-        return setting
+    if config.update_threads is not None:
+        return config.update_threads
     threads, on_gpu = kernels.get_num_threads(), compute is Tier.GPU
     left = max(min(threads, num_cores() - 2), 1) if on_gpu else max(threads - torch.get_num_threads(), 0)
-    return left if hardware is None else hardware.useful_threads(left)
+    return left if config.hardware is None else config.hardware.useful_threads(left)
