@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ STEPS = 8  # of a trial: RAdam, for one, computes otherwise from its sixth step 
 SHAPE = (61, 72)  # of the matrix: more than two blocks of ALIGN elements, and a tail that no vector register divides
 SHAPES = {0: (), 1: (61,), 2: SHAPE, 3: (3, 5, 7), 4: (3, 4, 5, 7)}  # where an update asks for other dimensions
 _SEED = 20
+_draw = partial(torch.randn, dtype=torch.float32, device="cpu")  # whatever dtype the program has as its default
 
 
 class Refusal(Exception):
@@ -233,7 +234,7 @@ def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
 def _defaults(kind: type[Optimizer], hypers: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group, as the class makes one. Raises Refusal if that cannot be made of these."""
     try:
-        group = kind([nn.Parameter(torch.zeros(SHAPE, device="cpu"))], **hypers).param_groups[0]
+        group = kind([nn.Parameter(begin_of(SHAPE))], **hypers).param_groups[0]
     except Exception as e:
         raise Refusal(f"it cannot be made as {kind.__name__}(params, ...): {type(e).__name__}: {e}") from e
     return {name: value for name, value in group.items() if name != "params"}
@@ -326,7 +327,7 @@ def _check(rule: AdoptedRule, hypers: Hypers, what: str) -> None:
     """Refuse hyperparameters that the class does not take, or with which it keeps other states. Raises ValueError."""
     pattern = rule.kind, tuple((name, bool(value)) for name, value in hypers)
     try:
-        make(rule.kind, [nn.Parameter(torch.zeros(SHAPE, device="cpu"))], dict(hypers))
+        make(rule.kind, [nn.Parameter(begin_of(SHAPE))], dict(hypers))
         if pattern not in _anatomies:
             _anatomies[pattern] = _adopted(rule.kind, hypers).anatomy
     except Exception as e:
@@ -345,15 +346,15 @@ def _check(rule: AdoptedRule, hypers: Hypers, what: str) -> None:
 
 def begin_of(shape: tuple[int, ...]) -> Tensor:
     """The weights that a trial of a param begins with."""
-    return torch.randn(shape, generator=_generator(_SEED), device="cpu")
+    return _draw(shape, generator=_generator(_SEED))
 
 
 def gradient(number: int, shape: tuple[int, ...]) -> Tensor:
     """Of step ``number``, from 1 on: partly the same in each step, of several sizes, and here and there zero."""
-    steady = torch.randn(shape, generator=_generator(_SEED + 1), device="cpu") * math.cos(number / 2)
-    fresh = torch.randn(shape, generator=_generator(_SEED + 1 + number), device="cpu")
-    size = torch.arange(math.prod(shape), device="cpu").view(shape) % 7 * 0.3  # its beginning is unlike its end
-    last = torch.arange(math.prod(shape), device="cpu").view(shape) / max(math.prod(shape), 1)
+    steady = _draw(shape, generator=_generator(_SEED + 1)) * math.cos(number / 2)
+    fresh = _draw(shape, generator=_generator(_SEED + 1 + number))
+    place = torch.arange(math.prod(shape), dtype=torch.float32, device="cpu").view(shape)
+    size, last = place % 7 * 0.3, place / max(math.prod(shape), 1)  # its beginning is unlike its end
     return (steady + fresh) * size * (1 + 30 * last) * 1e-2
 
 

@@ -153,10 +153,10 @@ class Occupancy:
             function()
             return
         mark = _Mark(threading.current_thread(), None)
-        if self._is_taken("is") or self._is_taken("wants") or self._alone.setdefault("is", mark) is not mark:
+        if self._is_taken("is") or self._is_taken("wants"):
             return
-        try:
-            if not self._others():
+        try:  # around the mark, too: one that an interrupt leaves would be this thread's for good
+            if self._alone.setdefault("is", mark) is mark and not self._others():
                 function()
         finally:
             self.end_alone()

@@ -480,3 +480,16 @@ def test_a_number_of_a_param_takes_next_to_nothing(tmp_path: Path) -> None:
     assert report["nvme"]["used"] == (12 + 2) * layout.numel, "with gradients"
     assert report["cpu"]["holders"]["mu_product"] == 4096 * len(layout.chunks)
     assert adopted.ALIGN == 2048 and rule.spec.planes[-1].num_bytes(2**20) == 4 * 2**20 // 2048
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adafactor, torch.optim.Adadelta])
+def test_the_default_dtype_of_a_program_changes_no_rule(kind: type[Optimizer], dtype: torch.dtype) -> None:
+    wanted = optim.adopt(kind, lr=0.37).spec  # hyperparameters of no other test: what was adopted is remembered
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = optim.adopt(kind, lr=0.38).spec
+    finally:
+        torch.set_default_dtype(before)
+    assert found == wanted

@@ -53,15 +53,16 @@ class GradientHomes:
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
         self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
+        wide: list[Plane] = []
         try:
-            wide = self._make_wide(narrow)
-        except (BudgetExceeded, StorageError) as e:
-            raise type(e)(
-                "a second backward before optimizer.step() needs fp32 sums of the gradients, "
-                f"{human_bytes(num_bytes)} for a moment: {e}. Declare it with "
-                "GeminiConfig(gradients='accumulate'), raise the budget, or step after every backward"
-            ) from e
-        try:
+            try:
+                self._make_wide(narrow, wide)
+            except (BudgetExceeded, StorageError) as e:
+                raise type(e)(
+                    "a second backward before optimizer.step() needs fp32 sums of the gradients, "
+                    f"{human_bytes(num_bytes)} for a moment: {e}. Declare it with "
+                    "GeminiConfig(gradients='accumulate'), raise the budget, or step after every backward"
+                ) from e
             for chunk, plane in zip(narrow, wide, strict=True):
                 old = chunk.planes[GRAD]
                 self._widen(chunk, old, plane)
@@ -71,7 +72,7 @@ class GradientHomes:
                     self._end(old)
         except BaseException:
             # Sums that were not put in place; the others have their chunk's gradients in them, and stay.
-            self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
+            self._end(*(plane for c, plane in zip(narrow, wide, strict=False) if c.planes[GRAD] is not plane))
             raise
 
     @contextlib.contextmanager
@@ -98,8 +99,9 @@ class GradientHomes:
             yield
         finally:
             self._rounds = False
-            while moved:
-                self._send_home(*moved.pop(), land)
+            with contextlib.ExitStack() as going:  # one that fails keeps none of the others here
+                for chunk, home in moved:
+                    going.callback(self._send_home, chunk, home, land)
 
     def _bring(self, chunk: Chunk, home: Plane, moved: list[tuple[Chunk, Plane]]) -> None:
         """Put sums on the device in the place of a chunk's gradients; of what adds up at home, if there is room."""
@@ -143,13 +145,12 @@ class GradientHomes:
         finally:
             self._end(near)
 
-    def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
-        """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.
+    def _make_wide(self, narrow: list[Chunk], wide: list[Plane]) -> None:
+        """Put planes for the sums into ``wide``, in what is free: they and staging are reserved here, or nothing is.
         Raises BudgetExceeded if there is no room; StorageError if the spill file cannot grow.
         """
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
         staging, here, has_reserved = self._mover.staging, self._device.tier, False
-        wide: list[Plane] = []
         with WHOLE:
             try:
                 # Before the sums: those that stay here may take the room of the staging that the others need.
@@ -168,10 +169,10 @@ class GradientHomes:
                     has_reserved = staging.reserve() or has_reserved
             except BaseException:
                 self._end(*wide)
+                wide.clear()
                 if has_reserved:
                     staging.give_back()
                 raise
-        return wide
 
     def _end(self, *planes: Plane) -> None:
         """Give back planes: their slots and their bytes."""

@@ -1,0 +1,72 @@
+"""Sums of gradients that an interrupt or an error cuts short give back what they took, and leave no chunk without."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemini.planning.planes import GRAD
+from gemini.train.gradients import homes
+from gemini.train.step import Occupancy
+from tests.train.helpers import Blocks, adam, squares, wrap
+
+
+def _held(model: Any) -> dict[str, int]:
+    ledger = model._gemini_engine.store.ledger
+    return {tier.value: ledger.held(tier, GRAD) for tier in ledger.tiers}
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_an_interrupt_while_sums_are_made(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap(Blocks(), where, tmp_path, slack=2**22)
+    optimizer = adam(model)
+    squares(model, 0).backward()
+    before, real, made = _held(model), homes.make_plane, []
+
+    def make_plane(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            signal.raise_signal(signal.SIGINT)
+        made.append(real(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(homes, "make_plane", make_plane)
+    with pytest.raises(KeyboardInterrupt):
+        squares(model, 1).backward()
+    assert made
+    optimizer.zero_grad()
+    model._gemini_engine.recovery.forget_interrupted()
+    assert _held(model) == before
+
+
+def test_a_landing_that_fails_keeps_no_other_chunk_away(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "ram", tmp_path, slack=2**22)
+    engine = model._gemini_engine
+    chunks, before = list(engine.store.chunks), _held(model)
+    own = [chunk.planes[GRAD] for chunk in chunks]
+
+    def land(*_: Any) -> None:
+        raise OSError("a drive that fails")
+
+    with pytest.raises(OSError, match="a drive that fails"):
+        with engine.backward.gradients.homes.at_hand(chunks, land, rounds=True):
+            squares(model, 0).backward()
+            assert any(chunk.planes[GRAD] is not plane for chunk, plane in zip(chunks, own, strict=True))
+    assert [chunk.planes[GRAD] for chunk in chunks] == own
+    assert _held(model) == before
+
+
+class _Interrupted(dict[str, Any]):
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        super().setdefault(key, default)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_behind_the_mark_of_who_is_alone() -> None:
+    occupancy = Occupancy()
+    occupancy._alone = _Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        occupancy.if_alone(lambda: None)
+    assert not occupancy._alone and not occupancy.is_own
