@@ -74,13 +74,11 @@ class MuonRule(UpdateRule):
         find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         ends.add(id(getattr(find_head(), "weight", None)))
 
-        hidden = {id(param) for group in groups for param in group["params"] if param.dim() == 2} - ends
+        def is_hidden(param: nn.Parameter) -> bool:
+            return param.dim() == 2 and id(param) not in ends
+
         split = (
-            {
-                **group,
-                "params": [param for param in group["params"] if (id(param) in hidden) is not adamw],
-                "adamw": adamw,
-            }
+            {**group, "params": [param for param in group["params"] if is_hidden(param) is not adamw], "adamw": adamw}
             for adamw in (False, True)
             for group in groups
         )

@@ -6,7 +6,8 @@ nothing of Gemini is in it but the rounding of weights and the norm.
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -482,14 +483,33 @@ def test_a_number_of_a_param_takes_next_to_nothing(tmp_path: Path) -> None:
     assert adopted.ALIGN == 2048 and rule.spec.planes[-1].num_bytes(2**20) == 4 * 2**20 // 2048
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adafactor, torch.optim.Adadelta])
-def test_the_default_dtype_of_a_program_changes_no_rule(kind: type[Optimizer], dtype: torch.dtype) -> None:
-    wanted = optim.adopt(kind, lr=0.37).spec  # hyperparameters of no other test: what was adopted is remembered
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        found = optim.adopt(kind, lr=0.38).spec
+        yield
     finally:
         torch.set_default_dtype(before)
-    assert found == wanted
+
+
+ANY_DEFAULT = [torch.optim.RAdam, torch.optim.Adafactor, torch.optim.Adadelta]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (torch.optim.NAdam, torch.bfloat16),
+        *((kind, dtype) for kind in ANY_DEFAULT for dtype in (torch.bfloat16, torch.float64)),
+    ],
+)
+def test_the_default_dtype_of_a_program_changes_no_rule(kind: type[Optimizer], dtype: torch.dtype) -> None:
+    wanted = optim.adopt(kind, lr=0.37).spec
+    with default_dtype(dtype):
+        # A learning rate of no other test: what was adopted is remembered.
+        assert optim.adopt(kind, lr=0.37 + 0.01 * dtype.itemsize).spec == wanted
+
+
+def test_a_state_that_torch_makes_in_the_default_dtype_is_refused_by_name() -> None:
+    with default_dtype(torch.float64), pytest.raises(ValueError, match="its state 'mu_product' is float64"):
+        optim.adopt(torch.optim.NAdam, lr=0.46)

@@ -118,9 +118,8 @@ def test_one_message_is_for_all_that_is_offered_when_it_is_sent() -> None:
 
     with stepping(script, swap, lambda chunk, ready: launch(("gather", chunk.spec.index))) as step:
         step._channel.mover.in_worker = True
-        step._launcher.submit(
-            lambda: check(began.wait(60)), -1
-        )  # it is late: all is offered when it comes to the first
+        # It is late: all is offered when it comes to the first.
+        step._launcher.submit(lambda: check(began.wait(60)), -1)
         for number, reduction in enumerate([*done, None]):
             before = script.gathers_before[number] if reduction else len(gathers)
             while step._gathered < before:
@@ -138,9 +137,10 @@ def test_one_message_is_for_all_that_is_offered_when_it_is_sent() -> None:
     assert sum(word != 0 for said in asked for word in said) == num, "nothing is said twice, and nothing is left out"
 
 
+@pytest.mark.parametrize("agrees_behind", [False, True])
 @pytest.mark.parametrize("parts_at", [0, 1, 2])
-def test_what_another_rank_has_not_offered_is_asked_again(parts_at: int) -> None:
-    """It says of so many that it takes part, and then that it leaves. Nothing else is launched."""
+def test_what_another_rank_has_not_offered_is_asked_again(parts_at: int, agrees_behind: bool) -> None:
+    """It says of so many that it takes part, and then that it leaves. Nothing else is launched, whatever it says behind."""
     asked, launched, began = list[list[int]](), list[int](), threading.Event()
 
     def swap(tag: Any, said: torch.Tensor, what: str) -> torch.Tensor:
@@ -148,6 +148,8 @@ def test_what_another_rank_has_not_offered_is_asked_again(parts_at: int) -> None
         other = torch.zeros_like(said)
         if not asked:
             other[:parts_at] = said[:parts_at]
+            if agrees_behind:
+                other[parts_at + 1 :] = said[parts_at + 1 :]
         asked.append(said.tolist())
         return torch.stack([said, other])
 

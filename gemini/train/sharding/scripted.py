@@ -332,10 +332,12 @@ class ScriptedStep:
         """Hear, on the launcher's thread, up to where all ranks say the same; raises Parted if not of this place."""
         # Once a rank has parted nobody says anything more: the others have left at the same place.
         if not self.is_parted and place >= self._heard:
+            # Others append meanwhile, behind these. What is not offered yet reads as parting, and is asked again.
             own = self._says[place : place + _AT_ONCE]
             said = torch.tensor(own + [_PARTS] * (_AT_ONCE - len(own)), dtype=torch.int64, device="cpu")
             try:
                 heard = self._channel.wire.swap(Tag.HEADER, said, what)
+                # Of the same rows on every rank, so all stop at the same place.
                 alike = (heard == said).all(0) & (said != _PARTS)
                 self._heard = place + int(alike.long().cumprod(0).sum())
             finally:  # nor does anything come of what stands behind a rank that is lost
