@@ -140,7 +140,7 @@ def test_one_message_is_for_all_that_is_offered_when_it_is_sent() -> None:
 @pytest.mark.parametrize("agrees_behind", [False, True])
 @pytest.mark.parametrize("parts_at", [0, 1, 2])
 def test_what_another_rank_has_not_offered_is_asked_again(parts_at: int, agrees_behind: bool) -> None:
-    """It says of so many that it takes part, and then that it leaves. Nothing else is launched, whatever it says behind."""
+    """It takes part in so many and leaves then. Nothing else is launched, whatever it says of places behind."""
     asked, launched, began = list[list[int]](), list[int](), threading.Event()
 
     def swap(tag: Any, said: torch.Tensor, what: str) -> torch.Tensor:
