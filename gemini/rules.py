@@ -217,7 +217,7 @@ def kernel_scalars(kernel: str, step: int = 0, **numbers: float) -> Any:
     names and in the order of the struct there, of ``kernel``, and of ``step``, where compact states are dithered by it.
     Numbers are computed in double and rounded to fp32 here, once.
     """
-    return _scalars_named(tuple(numbers))(*(ctypes.c_float(x).value for x in numbers.values()), kernel, step)
+    return _scalars_named(tuple(numbers))(*[ctypes.c_float(x).value for x in numbers.values()], kernel, step)
 
 
 @cache
