@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 
-import gemini.testing  # noqa: E402, F401 - "standin" is a device then
+import tests.standin_device  # noqa: E402, F401 - "standin" is a device then
 from tests import sweeps  # noqa: E402
 
 torch.set_num_threads(1)  # collection computes a little, too

@@ -1,6 +1,6 @@
 """A stand-in GPU that is as unruly as a real one: copies in any order, windows in pieces of one stretch of addresses.
 
-The stand-in itself is :class:`gemini.testing.StandinDevice`. A :class:`RandomClock` at its gate delays its copies; a
+The stand-in itself is a :class:`StandinDevice`. A :class:`RandomClock` at its gate delays its copies; a
 :class:`PieceDevice` cuts windows out of one stretch, so that what is free may be too short wherever it is.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from gemini.interrupts import WHOLE
 from gemini.memory.devices.pages import PAGE, FramePool, PageWindow, Window, in_pages
-from gemini.testing import StandinDevice
+from tests.standin_device import StandinDevice
 
 
 class Arena:

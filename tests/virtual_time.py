@@ -34,8 +34,8 @@ from gemini.memory.devices import device
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.devices.pages import FramePool, PageWindow, Window
 from gemini.memory.movement.transfers import Job, JobThread
-from gemini.testing import StandinDevice
 from gemini.waiting import Latch
+from tests.standin_device import StandinDevice
 
 PATIENCE = 20.0
 """Real seconds that a thread waits for another one which is behind it in time and does nothing: then something holds it

@@ -7,17 +7,21 @@ executes everything but the few lines here. Times on a GPU are CUDA events on th
 import gc
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the stand-in is among the tests
+
 import psutil
 import torch
 
-import gemini.testing  # noqa: E402, F401 - "standin" is a device then
+import tests.standin_device  # noqa: E402, F401 - "standin" is a device then
 from gemini.memory.devices.cuda import prefer_expandable_segments  # noqa: E402
 from gemini.memory.devices.device import make_device  # noqa: E402
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-import gemini.testing  # noqa: F401 - "standin" is a device then
+import tests.standin_device  # noqa: F401 - "standin" is a device then
 from gemini.jobs import doctor
 from gemini.memory.movement.mover import Mover
 from gemini.planning.hardware import FIGURES, Hardware

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import gemini
-import gemini.testing
+import tests.standin_device
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.device import register_device
 from gemini.tiers import Tier
@@ -34,7 +34,7 @@ class OnCard(CudaDevice):
         super().__init__(ON_CARD)
 
     def free_bytes(self) -> int:
-        return gemini.testing.StandinDevice().free_bytes()
+        return tests.standin_device.StandinDevice().free_bytes()
 
     def beside_bytes(self) -> int:
         return 0  # budgets are of a few KiB

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 import gemini
-import gemini.testing  # noqa: F401 - "standin" is a device then
+import tests.standin_device  # noqa: F401 - "standin" is a device then
 from gemini.kernels import reference
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK

@@ -47,9 +47,9 @@ from gemini.memory.devices.pages import PageWindow, StorageWindow  # noqa: E402
 from gemini.memory.movement.transfers import JobThread  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
 from gemini.planning import working  # noqa: E402
-from gemini.testing import StandinDevice  # noqa: E402
 from tests.hunts.race_recipes import Recipe, World, draw_recipe, eval_loss, reference, same_all, train  # noqa: E402
 from tests.models import assert_same_bits  # noqa: E402
+from tests.standin_device import StandinDevice  # noqa: E402
 from tests.standins import PieceDevice, RandomClock  # noqa: E402
 from tests.world import world_of  # noqa: E402
 

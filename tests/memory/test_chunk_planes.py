@@ -21,9 +21,9 @@ from gemini.memory.watching import Moved
 from gemini.planning.layout import ALIGN, page_up
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneSpec, plane_specs
 from gemini.planning.working import TILE, staged_bytes, staging_bytes, tile_numel
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.invariants import check_ledger
+from tests.standin_device import StandinDevice
 
 NUMEL = 9 * ALIGN
 DTYPES = (torch.bfloat16, torch.int16, torch.float32)

@@ -20,8 +20,8 @@ from gemini.errors import GeminiError
 from gemini.memory.devices import device as devices
 from gemini.memory.devices.device import CpuDevice, Device, Event, make_device
 from gemini.memory.devices.pages import PageWindow, StorageWindow
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
+from tests.standin_device import StandinDevice
 from tests.standins import RandomClock
 from tests.world import world_of
 
@@ -242,7 +242,7 @@ def test_a_device_may_be_let_go_on_its_own_stream() -> None:
 def test_the_interpreter_ends_while_streams_are_busy() -> None:
     """Big copies and held ones under way on a dozen streams, nothing closed by hand: the program ends in order."""
     program = """
-from gemini.testing import StandinDevice
+from tests.standin_device import StandinDevice
 from tests.standins import RandomClock
 big, events = torch.ones(2_000_000), []
 devices = [StandinDevice(gate=RandomClock(seed, longest=0.02)) for seed in range(6)]

@@ -29,9 +29,9 @@ from gemini.planning.plan import Moves
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.trace import Access
 from gemini.planning.working import staging_bytes
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.invariants import check_manager
+from tests.standin_device import StandinDevice
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
 

@@ -20,9 +20,9 @@ from gemini.memory.chunks.chunk import USE_TABLE, Use, UseChange
 from gemini.memory.devices import device as devices
 from gemini.memory.devices.device import CpuDevice, Device
 from gemini.planning.layout import ALIGN
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.invariants import check_manager
+from tests.standin_device import StandinDevice
 from tests.standins import PieceDevice
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels.cuda import CudaKernels
-from gemini.testing import StandinDevice
+from tests.standin_device import StandinDevice
 
 _ROOT = Path(__file__).resolve().parents[2]
 # To compile takes longer than to run, and the bits are those of every level.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
-import gemini.testing  # noqa: F401 - "standin" is a device then
+import tests.standin_device  # noqa: F401 - "standin" is a device then
 from gemini.memory.devices.device import make_device
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import ADAM

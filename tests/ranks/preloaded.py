@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 from transformers.models.t5 import modeling_t5  # noqa: F401
 
-import gemini.testing  # noqa: F401
+import tests.standin_device  # noqa: F401
 from tests.ranks import cases, pipeline_cases, schedules  # noqa: F401
 
 if torch.version.cuda is None and torch.version.hip is None:  # bitsandbytes, which it imports, begins with the device

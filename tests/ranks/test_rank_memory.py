@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import gemini
-import gemini.testing  # noqa: F401 - "standin" is a device then
+import tests.standin_device  # noqa: F401 - "standin" is a device then
 from tests.ranks.pool import Failure, Pools
 from tests.ranks.test_rank_disagreements import Squares, bits
 from tests.world import world_of

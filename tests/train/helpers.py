@@ -19,7 +19,6 @@ import transformers
 from torch import nn
 
 import gemini
-import gemini.testing  # makes the stand-in known, also in processes that import nothing else
 from gemini.errors import parse_bytes
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini.memory.nvme import SpillFile
 from gemini.planning import working
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.activations import flights as activation_flights
 from gemini.train.activations.flights import IN_FLIGHT
+from tests.standin_device import StandinDevice
 from tests.standins import RandomClock
 from tests.train.helpers import least, manage, step_on
 from tests.world import world_of

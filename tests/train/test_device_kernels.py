@@ -18,11 +18,11 @@ import torch
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.params.handle import handles_of
 from tests import models
 from tests.native.emulated_cuda import EmulatedGpu, EmulatedKernels, emulate
+from tests.standin_device import StandinDevice
 from tests.train import test_update_rules as update_rules
 from tests.train.helpers import assert_same_snapshot, manage, snapshot
 from tests.world import world_of

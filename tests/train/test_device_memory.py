@@ -15,9 +15,9 @@ import torch
 import gemini
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests import invariants
+from tests.standin_device import StandinDevice
 from tests.train.helpers import batch, llama, manage, train
 from tests.world import world_of
 

@@ -16,10 +16,10 @@ from gemini.memory.devices.device import Event
 from gemini.memory.movement.transfers import Lane
 from gemini.planning import working
 from gemini.planning.trace import kept_among
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.activations.flights import IN_FLIGHT, Flight, Flights
 from gemini.train.activations.kept import INSIDE, KeptBlocks
+from tests.standin_device import StandinDevice
 from tests.standins import RandomClock
 from tests.train.helpers import least, llama, manage, t5
 from tests.train.test_activations import HIDDEN, LAYERS, SHAPE, batch, enable, held, train

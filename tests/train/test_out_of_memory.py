@@ -18,9 +18,9 @@ from gemini.errors import GeminiError
 from gemini.memory.devices.cuda import FRAGMENTS, CudaDevice, prefer_expandable_segments
 from gemini.memory.devices.pages import PageWindow
 from gemini.planning.working import CUDA_WORKSPACES
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.passes.hooks import call_as_forward
+from tests.standin_device import StandinDevice
 from tests.train.helpers import (
     Blocks,
     adam,

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError
 from gemini.planning import rules as spec_rules
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.scaling import backward, clip_grads, make_step, new_scaler
+from tests.standin_device import StandinDevice
 from tests.standins import PieceDevice
 from tests.train import helpers
 from tests.train.helpers import batch, llama, step_on

@@ -20,11 +20,11 @@ from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.planes import GRAD
 from gemini.planning.traffic import by_name
 from gemini.planning.working import DEVICE_SLOTS
-from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.update import tiles
 from gemini.train.update import worker as update_worker
 from tests import models
+from tests.standin_device import StandinDevice
 from tests.train.helpers import manage, train
 from tests.world import world_of
 

@@ -1,8 +1,7 @@
-"""What tests and benchmarks need and no user: a GPU for machines without one.
+"""A GPU for machines without one, for tests and benchmarks.
 
 The GPU has its own memory and byte budget, and copies that are not complete at once: they run on threads behind a clock
-that tests control. Importing this module, which nothing of the product does, makes it the device that
-``device="standin"`` names.
+that tests control. Importing this module makes it the device that ``device="standin"`` names.
 """
 
 from __future__ import annotations
