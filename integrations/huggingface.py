@@ -45,6 +45,7 @@ except ImportError as e:
     ) from e
 
 from .accelerate import GeminiAccelerator
+from .block_by_block import BlockByBlock
 from .huggingface_save import (
     NEWEST,
     STATES,
@@ -63,7 +64,7 @@ from .huggingface_save import (
 )
 from .metrics import MetricsCallback
 from .rules import BY_NAME, class_of, owns_managed, rule_of_name, to_hybrid
-from .settings import check_config, check_precision, config_of, warn_half
+from .settings import ORDERS, check_config, check_precision, config_of, order_of, warn_half
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _PEERS = ("deepspeed", "fsdp", "megatron_lm")
@@ -160,6 +161,9 @@ class GeminiTrainerMixin:
         gemini_config: how to manage the model; None measures the budgets. Without a precision in it the flags say it:
             bf16 for ``bf16=True``, fp16 for ``fp16=True``, else fp32.
         durable_every: with ``MemoryBudget(durable=True)``, steps between commits to the store.
+        order: "bfs" computes the micro-batches of a step block by block, by :func:`gemini.train_step`, with the same
+            losses, gradients and logs; "dfs" one after another. None: as the plan was made, if the config has one.
+            What cannot be computed block by block is not, and a warning says why.
         *args, **kwargs: the Trainer's own.
 
     Raises:
@@ -179,11 +183,21 @@ class GeminiTrainerMixin:
     has_own_loss = False
     """Whether the loss is right on a part of the layers or sequences, where the stock trainer's is not."""
 
-    def __init__(self, *args: Any, gemini_config: GeminiConfig | None = None, durable_every: int = 1, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        gemini_config: GeminiConfig | None = None,
+        durable_every: int = 1,
+        order: str | None = None,
+        **kwargs: Any,
+    ):
         check_config(gemini_config)
+        if order not in ORDERS:
+            raise ValueError(f"order is one of {', '.join(map(repr, ORDERS))}, got {order!r}")
         if type(durable_every) is not int or durable_every < 1:
             raise ValueError(f"durable_every is a number of steps, 1 or more, got {durable_every!r}")
-        self.durable_every = durable_every
+        self.durable_every, self.order = durable_every, order
+        self._gemini_steps = BlockByBlock(self, super().training_step.__module__)  # type: ignore[misc]
         self._gemini_config = gemini_config
         self._gemini_run_dir: str | None = None
         self._gemini_random: dict[str, Any] | None = None
@@ -249,10 +263,23 @@ class GeminiTrainerMixin:
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, on this rank's part of the sequences if ``args.parallelism_config`` divides them. Out of
-        memory it is made once more (``GeminiDDP.micro_batch``).
+        memory it is made once more (``GeminiDDP.micro_batch``). Block by block the first one of a step computes all.
         """
-        own, step = self.accelerator.sequence_batch(inputs), super().training_step  # type: ignore[misc]
-        return model.micro_batch(lambda: step(model, own, *args, **kwargs))
+        step = super().training_step  # type: ignore[misc]
+
+        def compute(model: Any, inputs: Any) -> torch.Tensor:
+            return step(model, self.accelerator.sequence_batch(inputs), *args, **kwargs)  # type: ignore[no-any-return]
+
+        if order_of(config_of(model), self.order) == "bfs":
+            if (loss := self._gemini_steps.loss_of(model, inputs, compute)) is not None:
+                return loss
+        return model.micro_batch(lambda: compute(model, inputs))
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        samples, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._gemini_steps.begin(samples)
+        return samples, num_items
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""

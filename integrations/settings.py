@@ -17,10 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from gemini.config import GeminiConfig
 from gemini.errors import warn
 from gemini.memory.devices.device import torch_device_of
+from gemini.planning.plan import Plan
 from gemini.train.ddp import GeminiDDP
 from gemini.train.modules.mixed import half_of
 
 _UNSAID = (None, "no")
+ORDERS = (None, "dfs", "bfs")
+"""Of micro-batches: as the plan of a model was made for, one after another, or block by block."""
 
 
 def check_config(config: Any, name: str = "gemini_config") -> None:
@@ -68,6 +71,12 @@ def config_of(model: Any) -> GeminiConfig | None:
     return model.__dict__["_gemini_engine"].config if isinstance(model, GeminiDDP) else None
 
 
+def order_of(config: GeminiConfig | None, asked: str | None = None) -> str:
+    """ "bfs" for block by block, or "dfs": what was ``asked`` for, else what the plan of a config was made for."""
+    plan = None if config is None else config.placement
+    return asked or ("bfs" if isinstance(plan, Plan) and plan.trace.micro_batches > 1 else "dfs")
+
+
 def resolve_config(
     config: GeminiConfig | None, flag: str | None, device: torch.device, *, accumulates: bool = False
 ) -> GeminiConfig:
@@ -78,11 +87,12 @@ def resolve_config(
         flag: the framework's precision, compared before; it holds where the config says none.
         device: where the framework puts batches; the model computes there too.
         accumulates: whether several backwards make a step. Then "retain" becomes "accumulate": room for fp32 sums is
-            needed for sure, and what does not fit is refused before the first step.
+            needed for sure, and what does not fit is refused before the first step. A plan that was made for block by
+            block knows what is added up.
     """
     config = config or GeminiConfig()
     config = config.resolved(precision_of(flag, config))
-    if accumulates and config.gradients == "retain":
+    if accumulates and config.gradients == "retain" and order_of(config) == "dfs":
         config = replace(config, gradients="accumulate")
     if config.device is None:
         return replace(config, device=str(device))

@@ -98,7 +98,7 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
             is_torn = e.has_begun or before != [*map(marks_of, model.modules())]
             _seen_of(model).strayed = str(e)
             if is_torn:
-                raise GeminiError(
+                raise Strayed(
                     f"{e}. A part of the step is made: call zero_grad(), and train_step() again. From now on it "
                     "computes the micro-batches of this model one after another"
                 ) from None
