@@ -3,8 +3,9 @@
 The Trainer fetches all micro-batches of a step before it computes the first one, and calls ``training_step`` for each.
 With the first one all are computed, and the others are given their losses. The trainer's own ``training_step`` and
 ``compute_loss`` run twice for each micro-batch: once up to where they call the model, to learn what it is given; and
-once with what the model has given for that, which is where its loss, its scaling and its logs come from. Where this
-would not be the same, micro-batches are computed one after another, and a warning says why, once.
+once with what the model has given for that, which is where its loss, its scaling and its logs come from. Where a step
+would not be the same, or cannot be known to be (a class has its own of these, which may count its calls), micro-batches
+are computed one after another, and a warning says why, once.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class _Otherwise(BaseException):
     """Why a step cannot be computed block by block."""
 
 
+_RUN_TWICE = ("_prepare_inputs", "_prepare_input", "compute_loss_context_manager", "compute_loss")
+_LIBRARIES = ("transformers.", "trl.", "gemini.")
+"""Whose trainers change nothing before they call the model, but for what is asked below."""
+
+
 class BlockByBlock:
     """The steps of a trainer that computes block by block.
 
@@ -50,7 +56,7 @@ class BlockByBlock:
 
     def __init__(self, trainer: Any, module: str):
         self._trainer, self._module = trainer, module
-        self._why = ""  # micro-batches are computed one after another
+        self._why = ""  # micro-batches are computed one after another, from now on
         self._samples: Sequence[Any] = ()
         self._losses = deque[tuple[Any, torch.Tensor]]()
         self._call: Callable[[dict[str, Any]], Any] = _Called
@@ -107,26 +113,30 @@ class BlockByBlock:
         except _Otherwise as e:
             self._warn(str(e))
         except Strayed as e:  # a part of the step's gradients is there
-            self._warn(str(e).partition(". ")[0], always=True)
+            self._warn(str(e).partition(". ")[0])
         model.zero_grad()
         set_rng_states(draws)
         return []
 
     def _check(self, engine: Any, samples: Sequence[Any], inputs: Any) -> None:
         """Raises _Otherwise for a step that is told at once."""
-        trainer = self._trainer
-        prepares = type(trainer)._prepare_inputs is not Trainer._prepare_inputs
+        trainer, kind = self._trainer, type(self._trainer).__name__
+        modules = {"training_step": self._module}
+        modules |= {name: getattr(getattr(trainer, name), "__module__", "") for name in _RUN_TWICE}
+        own = [name for name, module in modules.items() if not module.startswith(_LIBRARIES)]
+        prepares = getattr(trainer._prepare_inputs, "__func__", None) is not Trainer._prepare_inputs
         offloads = not isinstance(getattr(trainer, "maybe_activation_offload_context", nullcontext()), nullcontext)
         reasons = {
             self._why: bool(self._why),
             "there are several ranks": not engine.ranks.are_alone,
             'precision="fp16": the loss scale may change between micro-batches': engine.config.precision == "fp16",
-            f"{type(trainer).__name__} prepares its own batches": prepares,
-            f"{self._module} has a training_step that does more": not self._module.startswith(
-                ("transformers.", "trl.")
-            ),
+            f"{kind} has its own {' and '.join(own)}, which would run twice for each (what is made of outputs and "
+            "labels may be a compute_loss_func=)": bool(own),
+            f"{kind} prepares its batches for several steps": prepares,
             "activation_offloading=True: TRL's hooks are for one forward at a time": offloads,
-            "a reference model computes inside of its loss": getattr(trainer, "ref_model", None) is not None,
+            "a reference model computes inside of its loss (without precompute_ref_log_probs=True)": (
+                not getattr(trainer.args, "precompute_ref_log_probs", True)
+            ),
             "training_step() is given another batch than get_batch_samples() returned": inputs is not samples[0],
         }
         if why := [reason for reason, holds in reasons.items() if holds]:
@@ -179,7 +189,7 @@ class BlockByBlock:
         object.__setattr__(face, "__dict__", model.__dict__)  # the same one: what is set on one is set on the other
         return face
 
-    def _warn(self, why: str, *, always: bool = False) -> None:
+    def _warn(self, why: str) -> None:
         if self._why != why:
             warn(f'order="bfs": micro-batches are computed one after another, which fetches weights for each: {why}')
         self._why = why

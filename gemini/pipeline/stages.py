@@ -132,7 +132,7 @@ class _StandIn(nn.Module):
         self.__dict__["twin"] = twin
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["twin"], name)
+        return standing_in(getattr(self.__dict__["twin"], name))  # of weights as well
 
 
 class Passing(_StandIn):

@@ -3,6 +3,7 @@ process.
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
         return iter(samples())
 
 
-def train(folder: str, sizes: dict[str, int], streamed: bool = False) -> list[tuple[Any, Any, Any]]:
+def train(
+    folder: str, sizes: dict[str, int], streamed: bool = False, order: str | None = None
+) -> list[tuple[Any, Any, Any]]:
     import transformers
     from gemini.integrations.huggingface import GeminiTrainer
 
@@ -96,9 +99,8 @@ def train(folder: str, sizes: dict[str, int], streamed: bool = False) -> list[tu
     try:
         data: Any = Stream() if streamed else samples()
         number = 8 if streamed else 7  # which do not fill the last batch
-        trainer = GeminiTrainer(
-            make(Case()), arguments, train_dataset=data, eval_dataset=samples()[:number], gemini_config=CONFIG
-        )
+        rows = {"train_dataset": data, "eval_dataset": samples()[:number]}
+        trainer = GeminiTrainer(make(Case()), arguments, gemini_config=CONFIG, order=order, **rows)
         trainer.train()
         assert trainer.get_total_train_batch_size(arguments) == 4
         return [(line.get("loss"), line.get("grad_norm"), line.get("eval_loss")) for line in trainer.state.log_history]
@@ -127,6 +129,24 @@ def test_ranks_that_share_a_batch_read_the_same_of_a_stream(
 ) -> None:
     several = pool_of(math.prod(sizes.values())).run(train, str(tmp_path / "all"), sizes, True, seconds=120)
     same(several, train(str(tmp_path / "one"), {}, True))
+
+
+def train_by_blocks(folder: str, sizes: dict[str, int]) -> tuple[list[str], Any]:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = train(folder, sizes, order="bfs")
+    return [text for each in warned if "one after another" in (text := str(each.message))], found
+
+
+def test_several_ranks_compute_one_after_another(pool_of: Pools, tmp_path: Path) -> None:
+    """``order="bfs"`` says so once, and logs the same numbers."""
+    sizes = {"dp_shard_size": 2}
+    wanted = pool_of(2).run(train, str(tmp_path / "dfs"), sizes, seconds=120)
+    for (said, found), log in zip(
+        pool_of(2).run(train_by_blocks, str(tmp_path), sizes, seconds=120), wanted, strict=True
+    ):
+        assert len(said) == 1 and said[0].endswith("there are several ranks")
+        assert found == log
 
 
 def dispatched(sizes: dict[str, int]) -> Any:
