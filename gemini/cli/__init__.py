@@ -45,8 +45,6 @@ class Command(NamedTuple):
 _RECORDS: dict[str, tuple[type, str]] = {
     "trace": (settings.TraceSettings, "trace"),
     "plan": (settings.PlanSettings, "plan"),
-    "machines": (settings.MachinesSettings, "trace"),
-    "simulate": (settings.SimulateSettings, "trace"),
     "doctor": (settings.DoctorSettings, "doctor"),
     "demo": (settings.DemoSettings, "train"),
 }

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.status import Status
 
 from gemini.errors import BudgetExceeded, GeminiError
-from gemini.jobs import REFUSED, JobError
+from gemini.jobs import REFUSED, JobError, refusing
 from gemini.jobs.plan_report import Report, describe, named, screen
 from gemini.jobs.planner import RUNNERS_UP, Way, as_options, choose, options_of, run_by
-from gemini.jobs.screen import answer, progress
+from gemini.jobs.screen import progress, say, write
 from gemini.jobs.settings import MAIN, PlanSettings
 from gemini.jobs.trace import params_of
 from gemini.planning.costs import MeshSizes
@@ -47,9 +47,21 @@ def plan(settings: PlanSettings, console: Console) -> int:
     with progress("tracing the step") as status:
         planning = _plan_over_mesh if settings.mesh else _plan_together if settings.with_ else _plan_whole
         report, made, timeline = planning(way, status)
-    value, hint = None if made is None else made.to_json(), f"; to train by it: gemini sft --plan {settings.out} ..."
-    lines = screen(report)
-    answer(settings, console, lines, json=json.dumps(report, indent=1), value=value, timeline=timeline, hint=hint)
+    if settings.json:
+        print(json.dumps(report, indent=1))
+        console.quiet = True
+    say(console, screen(report))
+    if settings.out is not None and made is None:
+        Console(stderr=True).print(f"--out {settings.out} is not written: there is nothing that fits", soft_wrap=True)
+    elif settings.out is not None and made is not None:
+        write(settings.out, made.to_json(), console, f"; to train by it: gemini sft --plan {settings.out} ...")
+    for path in settings.picture:
+        if timeline is not None:
+            with refusing(f"--picture {path}"):
+                from gemini.pictures import draw
+
+                draw(path, timeline)
+            console.print(f"written to {path}")
     return 0 if report["fits"] else REFUSED
 
 

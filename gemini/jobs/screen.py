@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.status import Status
@@ -16,7 +16,6 @@ from rich.text import Text
 
 from gemini.errors import human_bytes
 from gemini.jobs import refusing
-from gemini.planning.timeline import Timeline
 from gemini.replacing import atomic_write
 
 WIDEST = 100  # columns that are used at most
@@ -89,38 +88,11 @@ def stdout_closed_to_others() -> Iterator[None]:
         os.close(kept)
 
 
-def answer(
-    settings: Any,
-    console: Console,
-    lines: Iterable[RenderableType],
-    *,
-    json: str,
-    value: str | None = None,
-    timeline: Timeline | None = None,
-    hint: str = "",
-) -> None:
-    """End a command of planning: print its answer, write ``--out`` and each ``--picture``, and say what was written."""
-    if settings.json:
-        print(json)
-    else:
-        say(console, lines)
-    written: list[str] = []
-    if settings.out is not None and value is None:
-        Console(stderr=True).print(f"--out {settings.out} is not written: there is nothing that fits", soft_wrap=True)
-    elif settings.out is not None and value is not None:
-        with refusing(f"--out {settings.out} cannot be written"):
-            with atomic_write(settings.out) as draft:
-                draft.write_text(value, encoding="utf-8")
-        written.append(f"{settings.out}{hint}")
-    if timeline is not None:
-        for path in settings.picture:
-            with refusing(f"--picture {path}"):
-                from gemini.pictures import draw
-
-                draw(path, timeline)
-            written.append(str(path))
-    for words in () if settings.json else written:  # never folded: a path is there to be copied
-        console.print(f"written to {words}")
+def write(path: Path, text: str, console: Console, hint: str = "") -> None:
+    """Write what ``--out`` asks for, whole or not at all, and say so with a ``hint`` what it is for."""
+    with refusing(f"--out {path} cannot be written"), atomic_write(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+    console.print(f"written to {path}{hint}")  # never folded: a path is there to be copied
 
 
 _DRIVE = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")

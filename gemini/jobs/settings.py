@@ -5,13 +5,14 @@ how argparse reads it; ``check`` says which do not go together. No torch is impo
 from __future__ import annotations
 
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from gemini.errors import parse_bytes
 from gemini.jobs import JobError
+from gemini.planning.hardware import machine_names
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
 from gemini.planning.rules import RULES, STATES, rule_named, spec_for
 from gemini.planning.trace import as_tiles, tile_sizes
@@ -29,22 +30,19 @@ _PICTURES = (".png", ".svg", ".json")
 # ---- how an option is read -------------------------------------------------------------------------------------------
 
 
-def at_least(least: int) -> Callable[[str], Any]:
+def at_least(least: int, below: int = 2**63) -> Callable[[str], Any]:
     """Numbers from ``least`` on."""
 
     def read(text: str) -> int:
-        if (number := int(text)) < least:
-            raise ValueError(f"must be at least {least}, got {text}")
+        if not least <= (number := int(text)) < below:
+            most = f" and less than {below}" if number >= below else ""
+            raise ValueError(f"must be at least {least}{most}, got {text}")
         return number
 
     return read
 
 
-def seed(text: str) -> int:
-    """A number that generators of random numbers can begin with."""
-    if (number := int(text)) not in range(2**32):
-        raise ValueError(f"must be at least 0 and less than 2**32, got {text}")
-    return number
+seed = at_least(0, 2**32)  # what generators of random numbers begin with
 
 
 def size(text: str) -> str:
@@ -60,9 +58,7 @@ def tiles(text: str) -> int | str | None:
 
 def blocks(text: str) -> int | str:
     """A number of blocks, or auto."""
-    if text != "auto" and not text.isdecimal():
-        raise ValueError(f"a number of blocks or auto, got {text!r}")
-    return text if text == "auto" else int(text)
+    return text if text == "auto" else int(at_least(0)(text))
 
 
 class WithModel(NamedTuple):
@@ -159,9 +155,37 @@ def is_argument(option: Any) -> bool:
     return "metavar" in option.metadata
 
 
-def spelled(name: str) -> str:
+def spelled(name: str, sign: str = "-") -> str:
     """The command line's spelling of a field."""
-    return "--" + name.rstrip("_").replace("_", "-")
+    return "--" + name.rstrip("_").replace("_", sign)
+
+
+# ---- what goes together ----------------------------------------------------------------------------------------------
+
+Rule = tuple[str, str, str]
+"""Options by their fields, others, and why. "gradients=transient" is an option with that value alone."""
+
+
+def check_together(
+    asked: Any, defaults: Mapping[str, Any], apart: Sequence[Rule], needs: Sequence[Rule], sign: str = "-"
+) -> None:
+    """Raises: JobError: where options that are not as they are by default break a rule: those ``apart`` go with none of
+    the others, and what ``needs`` something goes with one of them alone. ``sign``: between the words of an option.
+    """
+
+    def said(words: str) -> str:
+        for name, _, value in (word.partition("=") for word in words.split()):
+            found = getattr(asked, name)
+            if str(found) == value if value else found not in (None, False, defaults.get(name)):
+                return f"{spelled(name, sign)} {value}".rstrip()
+        return ""
+
+    for these, those, why in apart:
+        if (one := said(these)) and (other := said(those)):
+            raise JobError(f"{one} does not go with {other}: {why}. Leave one of them out.")
+    for these, those, why in needs:
+        if (one := said(these)) and not said(those):
+            raise JobError(f"{one} needs {spelled(those, sign)}: {why}. Give both, or leave it out.")
 
 
 # ---- what several commands are asked ---------------------------------------------------------------------------------
@@ -169,7 +193,7 @@ def spelled(name: str) -> str:
 
 _NAMES = "A config.json, a model folder (weights are not read), a name on the Hugging Face hub, or gpt2-small."
 _MODEL, _STEP, _MACHINE, _OUTPUT = "Which model", "Which step", "On what", "What is written"
-_JSON = "Print JSON, and nothing else, on stdout."
+_FLASH = "it computes in bf16 and fp16 on CUDA only"
 _ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 
 
@@ -177,24 +201,12 @@ _ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 class Record:
     """Options that can be checked for themselves."""
 
+    apart: ClassVar[tuple[Rule, ...]] = ()
+    needs: ClassVar[tuple[Rule, ...]] = ()
+
     def check(self) -> None:
         """Raises: JobError: for options of which no files or hardware could make both right."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Played(Record):
-    """Options of a step that is played on a machine."""
-
-    machine: str | None = opt(
-        _MACHINE,
-        "Whose speeds are predicted with: a machine by name, or a JSON file of `gemini doctor --measure`; where yours "
-        "has more or less memory, as in rtx4090,cpu=128GiB.",
-    )
-    schedule: str = opt(_MACHINE, "serial: with overlap=False.", "overlapped", choices=("overlapped", "serial"))
-    json: bool = opt(_OUTPUT, _JSON, False)
-    picture: tuple[Path, ...] = opt(
-        _OUTPUT, f"Draw the step: {', '.join(_PICTURES)}. Repeat for more.", (), type=picture_file, action="append"
-    )
+        check_together(self, {option.name: option.default for option in fields(self)}, self.apart, self.needs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +241,7 @@ class _Step(Record):
     attn_implementation: str | None = opt(_STEP, "How attention is computed. (Default: auto.)", choices=_ATTENTION)
 
 
-# ---- trace, plan, simulate -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachinesSettings(Record):
-    """List the machines that --machine knows by name. Their figures are data sheets' peaks, each with its source."""
+# ---- trace, plan -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,31 +254,26 @@ class TraceSettings(_Step):
     tp: int = opt(_STEP, "Slices of layers, of which this is one.", 1, least=1)
     cp: int = opt(_STEP, "Parts of sequences, of which this is one.", 1, least=1)
     target: str = opt(_STEP, "Whose workspaces count.", "cuda", choices=("cpu", "cuda"))
-    json: bool = opt(_OUTPUT, _JSON, False)
     out: Path | None = opt(_OUTPUT, "A JSON file for the trace: what --trace of `plan` takes.", type=new_file)
 
+    apart = (("attn_implementation=flash_attention_2", "precision=fp32 target=cpu", _FLASH),)
+    needs = (
+        ("kept_blocks", "gradient_checkpointing", "it is of the blocks that this computes again"),
+        ("load_in_4bit", "lora", "weights in 4 bits are frozen, and adapters trained"),
+    )
+
     def check(self) -> None:
-        if self.kept_blocks and not self.gradient_checkpointing:
-            raise JobError(f"--kept-blocks {self.kept_blocks} is of those of --gradient-checkpointing: give both.")
+        super().check()
         if self.kept_blocks == "auto":
             raise JobError(
                 "--kept-blocks auto is chosen by `gemini plan` with the speeds of a --machine, or say a number."
             )
-        if self.load_in_4bit and self.lora is None:
-            raise JobError("--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then.")
-        if self.attn_implementation == "flash_attention_2" and (self.precision == "fp32" or self.target == "cpu"):
-            raise JobError(
-                "--attn-implementation flash_attention_2 computes in bf16 and fp16 on CUDA only: leave it out, or "
-                "--precision fp32, --target cpu and --compute cpu."
-            )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulateSettings(_Played):
-    """Play a plan on a machine: how long a step takes, what waits for what, what moves, what each tier holds."""
-
-    plan: Path = opt(None, "A plan: a JSON file of `plan --out`.", metavar="PLAN")
-    out: Path | None = opt(_OUTPUT, "A JSON file for the timeline.", type=new_file)
+_MESH, _CHOICES = "parallel tp pp cp", "fastest kept_blocks=auto alternatives"
+_OTHER_GRADIENTS = " ".join(f"gradients={kind}" for kind in GRADIENTS if kind != "retain")
+_TRACED = " ".join(("batch_size precision", *(o.name for o in fields(_Step) if o.name not in ("config", "layers"))))
+"""The options that describe the step to trace."""
 
 
 def _budget(where: str) -> Any:
@@ -279,7 +281,7 @@ def _budget(where: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(_Played, _Step):
+class PlanSettings(_Step):
     """Does it fit, how fast will it be, what should be changed: from a config alone. Exit code 2 if it does not fit.
     For example: gemini plan config.json --gpu 24GiB --cpu 64GiB --nvme 1TB --machine rtx4090
     """
@@ -330,56 +332,47 @@ class PlanSettings(_Played, _Step):
     cp: int = opt(_MACHINE, "GPUs that share each sequence, in parts (context parallel).", 1, least=1)
     parallel: str | None = opt(_MACHINE, "The best of all meshes of --gpus, and the runners-up.", choices=("auto",))
     compute: str | None = opt(_MACHINE, "Where it is computed. (Default: gpu if there is one.)", choices=("gpu", "cpu"))
-    out: Path | None = opt(_OUTPUT, "A JSON file for the plan: what `simulate` and `sft --plan` take.", type=new_file)
+    machine: str | None = opt(
+        _MACHINE,
+        f"Whose speeds are predicted with: {', '.join(machine_names())}, or a JSON file of `gemini doctor --measure`; "
+        "where yours has more or less memory, as in rtx4090,cpu=128GiB.",
+    )
+    schedule: str = opt(_MACHINE, "serial: with overlap=False.", "overlapped", choices=("overlapped", "serial"))
+    json: bool = opt(_OUTPUT, "Print JSON, and nothing else, on stdout.", False)
+    picture: tuple[Path, ...] = opt(
+        _OUTPUT, f"Draw the step: {', '.join(_PICTURES)}. Repeat for more.", (), type=picture_file, action="append"
+    )
+    out: Path | None = opt(_OUTPUT, "A JSON file for the plan: what `sft --plan` takes.", type=new_file)
     alternatives: bool = opt(
         _OUTPUT, "A table of what else the machine could do with the step, each planned as the step is.", False
     )
 
+    apart = (
+        ("attn_implementation=flash_attention_2", "precision=fp32 compute=cpu", _FLASH),
+        ("trace", _TRACED, "that describes a step to trace, and this one has been traced"),
+        ("tokens_per_step", "batch_size accumulate", "--fastest chooses these"),
+        ("fastest kept_blocks=auto", f"alternatives trace {_MESH}", "it looks at steps of several sizes"),
+        ("with_", f"{_CHOICES} picture trace {_MESH}", "one step of several models is planned as it is"),
+        ("order=bfs", f"gpus precision=fp16 {_OTHER_GRADIENTS} {_MESH}", "it is a step of one GPU with its own sums"),
+        ("parallel", "tp pp cp", "it chooses them"),
+        (_MESH, "trace tile_tokens lora out alternatives", "of a mesh each stage has a plan, from a config"),
+        ("parallel tp pp", "gradients=transient", "slices and stages keep gradients until the update"),
+        ("parallel pp", "precision=fp16", "stages have no common loss scale"),
+        ("gradients=transient", "precision=fp16", "it updates inside backward, before the loss scale is known"),
+    )
+    needs = (("tokens_per_step", "fastest", "that divides them into micro-batches"),)
+
     def check(self) -> None:
-        several, no_trace = self.accumulate > 1, self.trace is None
-        if self.config is None and no_trace:
+        if self.config is None and self.trace is None:
             raise JobError("Say what to plan for: a config.json, a model folder, a preset, or a trace with --trace.")
-        if not no_trace and self.described:
-            raise JobError(
-                f"{self.described} describes a step that is to be traced, and --trace {self.trace} has been."
-            )
-        if self.tokens_per_step and (not self.fastest or self.batch_size or several):
-            raise JobError(
-                "--tokens-per-step is for --fastest, which divides them: else --batch-size and --accumulate."
-            )
-        if self.chooses and (self.alternatives or self.mesh or not no_trace):
-            chooser = "--fastest" if self.fastest else "--kept-blocks auto"
-            raise JobError(f"{chooser} looks at steps of several sizes, without --alternatives, --trace and a mesh.")
-        if self.with_ and (self.mesh or self.chooses or self.alternatives or self.picture or not no_trace):
-            raise JobError(
-                "--with plans one step of several models as they are: leave a mesh, --fastest, --alternatives, "
-                "--picture and --trace out."
-            )
+        super().check()
         if len({MAIN, *(each.name for each in self.with_)}) <= len(self.with_):
             raise JobError(f"--with needs a name of its own for each model, and none is {MAIN!r}.")
-        refused = self.mesh or self.gpus > 1 or self.precision == "fp16" or self.gradients not in (None, "retain")
-        if self.order == "bfs" and refused:
-            raise JobError("--order bfs is of one GPU: leave --gpus, a mesh, --precision fp16 and --gradients out.")
-        if self.parallel and self.dims:
-            raise JobError("--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.")
-        if self.mesh and (not no_trace or self.tile_tokens or self.lora or self.out or self.alternatives):
-            raise JobError(
-                f"{self.mesh} makes a plan for each stage from a config: leave --trace, --tile-tokens, --lora, --out "
-                "and --alternatives out."
-            )
-        if (self.parallel or self.tp > 1 or self.pp > 1) and self.gradients == "transient":
-            raise JobError(
-                f"{self.mesh} with --gradients transient: slices and stages keep gradients until the update."
-            )
-        if (self.parallel or self.pp > 1) and self.precision == "fp16":
-            raise JobError(f"{self.mesh} with --precision fp16: stages have no common loss scale.")
-        if self.gradients in ("transient", "retain") and several and self.order == "dfs":
+        if self.gradients in ("transient", "retain") and self.accumulate > 1 and self.order == "dfs":
             raise JobError(
                 f"--gradients {self.gradients} has one backward per update, and --accumulate {self.accumulate} has "
                 "several: leave --gradients out."
             )
-        if self.gradients == "transient" and self.precision == "fp16":
-            raise JobError("--gradients transient updates inside backward, which does not go with --precision fp16.")
 
     @property
     def dims(self) -> dict[str, int]:
@@ -387,15 +380,9 @@ class PlanSettings(_Played, _Step):
         return {name: size for name in ("tp", "pp", "cp") if (size := getattr(self, name)) > 1}
 
     @property
-    def mesh(self) -> str:
-        """The option that asks for a mesh, if one does."""
-        return "--parallel auto" if self.parallel else next((f"--{name}" for name in self.dims), "")
-
-    @property
-    def described(self) -> str:
-        """The option that describes the step to trace, if one does."""
-        of_trace = [option.name for option in fields(_Step) if option.name not in ("config", "layers")]
-        return next((spelled(name) for name in ("batch_size", "precision", *of_trace) if getattr(self, name)), "")
+    def mesh(self) -> bool:
+        """Whether ranks share more than params."""
+        return bool(self.parallel or self.dims)
 
     def rule_in(self, precision: str) -> RuleSpec:
         """The planes of the update rule, with its states kept as was asked; a JobError if it has no compact form."""
@@ -450,6 +437,4 @@ class DoctorSettings(Record):
     measure: bool = opt(None, "Measure the machine's speeds, and with --nvme-path those of the first drive.", False)
     json: Path | None = opt(None, "Write what was measured to this file, for --machine of gemini plan.", type=new_file)
 
-    def check(self) -> None:
-        if self.json is not None and not self.measure:
-            raise JobError(f"--json {self.json} is for the figures that --measure finds: add --measure")
+    needs = (("json", "measure", "it is for the figures that are measured"),)

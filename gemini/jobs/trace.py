@@ -1,23 +1,17 @@
-"""``gemini trace``: a model's step ahead of time; ``simulate``: a saved plan played; ``machines``: their names."""
+"""``gemini trace``: a model's step ahead of time, which a plan is made for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console
 
 import gemini
-from gemini.errors import human_bytes
 from gemini.jobs import JobError, refusing
-from gemini.jobs.screen import answer, progress, table
-from gemini.jobs.settings import MOST_POSITIONS, SimulateSettings, TraceSettings
-from gemini.planning import document
-from gemini.planning.hardware import load_hardware, machine, machine_names
-from gemini.planning.plan import Plan
-from gemini.planning.trace import MemoryTrace, Phase, with_4bit_base
-from gemini.tiers import Tier
+from gemini.jobs.screen import progress, say, write
+from gemini.jobs.settings import MOST_POSITIONS, TraceSettings
+from gemini.planning.trace import MemoryTrace, with_4bit_base
 
 
 def take_trace(settings: TraceSettings) -> MemoryTrace:
@@ -94,63 +88,10 @@ def seq_len_of(settings: Any) -> int:
 
 
 def trace(settings: TraceSettings, console: Console) -> int:
-    """Trace, write and say it; returns the exit code."""
+    """Trace, say and write it; returns the exit code."""
     with progress("tracing the step"):
         found = take_trace(settings)
-    text = found.to_json()
-    lines: list[RenderableType] = [*str(found).splitlines(), "", _phases(found), "", _modules(found)]
-    answer(settings, console, lines, json=text, value=text, hint=f"; for a plan: gemini plan --trace {settings.out}")
-    return 0
-
-
-def _phases(found: MemoryTrace) -> Table:
-    """Work by phase: matrix products, memory traffic, operations."""
-    by_phase = {phase: [moment for moment in found.moments if moment.phase is phase] for phase in Phase}
-    rows = [
-        (
-            phase.value,
-            f"{len(moments):,}",
-            f"{sum(m.num_ops for m in moments):,}",
-            f"{sum(m.flops for m in moments) / 1e12:,.4g}",
-            human_bytes(sum(m.touched_bytes for m in moments)),
-            human_bytes(max(m.peak_bytes for m in moments)),
-        )
-        for phase, moments in by_phase.items()
-        if moments
-    ]
-    return table(("phase", "moments", "operations", "TFLOP", "read+written", "peak"), rows)
-
-
-def _modules(found: MemoryTrace) -> Table:
-    """Where most bytes beside the params are live: modules by their highest peak."""
-    peaks: dict[tuple[str, str], int] = {}
-    for moment in found.moments:
-        key = (moment.module or "(the model itself)", moment.phase.value)
-        peaks[key] = max(peaks.get(key, 0), moment.peak_bytes)
-    largest = sorted(peaks.items(), key=lambda item: -item[1])[:8]
-    rows = [(name if len(name) < 47 else f"...{name[-43:]}", phase, human_bytes(n)) for (name, phase), n in largest]
-    return table(("most bytes beside params", "in", "peak"), rows, left=2)
-
-
-def simulate(settings: SimulateSettings, console: Console) -> int:
-    """Play, write and say it; returns the exit code."""
-    if settings.machine is None:
-        raise JobError(
-            f"Say whose speeds to play the plan with: --machine NAME ({', '.join(machine_names())}), or --machine FILE "
-            "of `gemini doctor --measure --json FILE`."
-        )
-    plan = document.load(settings.plan, "", Plan.from_json)
-    hardware = load_hardware(settings.machine).with_gpus(plan.layout.ranks)
-    timeline = gemini.simulate(plan, hardware, schedule=settings.schedule)
-    text = timeline.to_json()
-    answer(settings, console, str(timeline).splitlines(), json=text, value=text, timeline=timeline)
-    return 0
-
-
-def machines(_: Any, console: Console) -> int:
-    """List the machines that come with Gemini."""
-    for name in machine_names():
-        known = machine(name)
-        sizes = (f"{tier.value} {human_bytes(known.capacity(tier) or 0)}" for tier in Tier)
-        console.print(f"{name:<14}{known.figures['num_gpus'].value:>3.0f} x {',  '.join(sizes)}")
+    say(console, str(found).splitlines())
+    if settings.out is not None:
+        write(settings.out, found.to_json(), console, f"; for a plan: gemini plan --trace {settings.out}")
     return 0

@@ -7,7 +7,7 @@ import math
 import os
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +18,7 @@ from accelerate import ParallelismConfig
 from gemini.config import GeminiConfig, MemoryBudget
 from gemini.jobs import JobError, refusing
 from gemini.jobs.parts import is_text
-from gemini.jobs.settings import Refusing, at_least, seed, size, tiles
+from gemini.jobs.settings import Refusing, at_least, check_together, seed, size, tiles
 from gemini.planning import document
 from gemini.planning.plan import Plan
 from gemini.planning.rules import RULES, STATES, name_of, rule_named
@@ -183,14 +183,13 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
                 f"--plan {values.plan} was made with --{name} {value}, and this job has {getattr(values, name)}. Leave "
                 "it out here, and it is as in the plan; or make a plan for this step."
             )
+    _check(kind, values)
     compiles, values.torch_compile = bool(values.torch_compile), False
     with refusing(asked.prog):
         script, args, model, mixture, ours = asked.parse_dict(vars(values), allow_extra_keys=True)
         config = config_of(args, ours, plan, num_processes)
-    options = Options(kind, script, args, model, mixture, ours, said, compiles, config)
-    _check(options)
     args.parallelism_config = parallelism_of(ours, num_processes)
-    return options
+    return Options(kind, script, args, model, mixture, ours, said, compiles, config)
 
 
 def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes: int) -> GeminiConfig:
@@ -241,26 +240,27 @@ def step_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _check(options: Options) -> None:
-    ours, model, slices = options.ours, options.model, options.ours.tp > 1 or options.ours.ep > 1
-    if not model.model_name_or_path:
+_APART = (
+    ("plan", "activations offload_activations", "where there is a plan, it says that"),
+    ("plan", "tp cp ep", "a plan is of a whole model"),
+    ("ep", "tp cp", "experts are shared with --replicas alone"),
+    ("tp ep", "use_peft tile_tokens durable_every", "layers are cut, and there are no slices of these"),
+)
+_NEEDS = (
+    ("offload_activations", "gradient_checkpointing", "it moves what that keeps"),
+    ("load_in_4bit load_in_8bit", "use_peft", "weights in codes are frozen, and adapters trained"),
+)
+
+
+def _check(kind: str, values: Namespace) -> None:
+    """Refuse options that do not go together, whatever the files and the machine."""
+    if not values.model_name_or_path:
         raise JobError("Say what to train with --model_name_or_path: a folder, a config.json, a name.")
-    if not options.script.dataset_name and not options.mixture.datasets:
+    if not values.dataset_name and not getattr(values, "datasets", None):
         raise JobError("Say what to train on with --dataset_name: a file of rows or text, a folder, a pattern, a name.")
-    if ours.offload_activations and not options.args.gradient_checkpointing:
-        raise JobError("--offload_activations moves what --gradient_checkpointing keeps: give both.")
-    if ours.plan and (ours.activations or ours.offload_activations):
-        raise JobError("--activations and --offload_activations are the plan's to say where there is one.")
-    if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
-        raise JobError("--load_in_4bit freezes the weights in 4 bits: give --use_peft as well, which is trained then.")
-    if options.kind != "sft" and (slices or ours.cp > 1):
-        raise JobError(f"--tp, --cp and --ep are for gemini sft; gemini {options.kind} computes whole layers.")
-    if ours.ep > 1 and (ours.tp > 1 or ours.cp > 1):
-        raise JobError(f"--ep {ours.ep} goes with --replicas alone: leave it out, or --tp and --cp.")
-    if slices and (model.use_peft or ours.tile_tokens or ours.durable_every):
-        raise JobError("--tp and --ep cut layers, which have no --use_peft, --tile_tokens or --durable_every.")
-    if (slices or ours.cp > 1) and ours.plan:
-        raise JobError("--tp, --cp and --ep and --plan: a plan is of a whole model.")
+    if kind != "sft" and max(values.tp, values.cp, values.ep) > 1:
+        raise JobError(f"--tp, --cp and --ep are for gemini sft; gemini {kind} computes whole layers.")
+    check_together(values, {option.name: option.default for option in fields(GeminiArguments)}, _APART, _NEEDS, "_")
 
 
 def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConfig | None:

@@ -20,7 +20,7 @@ _WRITTEN_BY = {
     "plan": "`gemini plan --out FILE`",
     "trace": "`gemini trace --out FILE`",
     "hardware": "`gemini doctor --measure --json FILE`",
-    "timeline": "`gemini simulate --out FILE`",
+    "timeline": "`to_json` of what `gemini.simulate` returns",
 }
 """By kind, what makes one."""
 

@@ -40,7 +40,7 @@ def traced_once() -> Iterator[None]:
 
     def once(settings: TraceSettings) -> MemoryTrace:
         path = Path(settings.config or "")
-        key = replace(settings, config=path.read_text() if path.is_file() else str(path), out=None, json=False)
+        key = replace(settings, config=path.read_text() if path.is_file() else str(path), out=None)
         if key not in made:
             made[key] = take(settings)
         return made[key]

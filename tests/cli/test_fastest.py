@@ -359,9 +359,14 @@ def test_what_has_no_command_or_no_lines(gemini_command: Command, tmp_path: Path
 def test_what_it_does_not_choose_for(gemini_command: Command, tmp_path: Path) -> None:
     config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
     machine = ("plan", config, "--machine", "rtx4090", "--fastest")
-    refused(gemini_command("plan", config, "--tokens-per-step", 64), "--tokens-per-step is for --fastest")
-    refused(gemini_command(*machine, *FASTEST[2:], "--accumulate", 2), "--fastest, which divides them: else")
-    refused(gemini_command(*machine, *FASTEST[2:], "--gpus", 2, "--tp", 2), "--fastest looks at steps of several")
+    refused(gemini_command("plan", config, "--tokens-per-step", 64), "--tokens-per-step needs --fastest")
+    refused(
+        gemini_command(*machine, *FASTEST[2:], "--accumulate", 2), "--tokens-per-step does not go with --accumulate"
+    )
+    refused(
+        gemini_command(*machine, *FASTEST[2:], "--gpus", 2, "--tp", 2),
+        "--fastest does not go with --tp: it looks at steps of several",
+    )
     odd = gemini_command(*machine, "--seq-len", 60, "--tokens-per-step", 500)
     refused(odd, "--tokens-per-step 500 is no whole number of sequences of 60 tokens: --tokens-per-step 480")
     small = gemini_command.told(*machine, *FASTEST[2:], "--gpu", "1MiB", "--cpu", "1MiB", "--nvme", "1MiB")

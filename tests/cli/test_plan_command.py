@@ -26,6 +26,12 @@ from tests.planning.policies import check_plan
 SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")
 
 
+def played(path: Path, machine: str, schedule: str = "overlapped") -> Timeline:
+    """The step of a plan in a file."""
+    plan = gemini.Plan.from_json(path.read_text())
+    return gemini.simulate(plan, load_hardware(machine).with_gpus(plan.layout.ranks), schedule=schedule)
+
+
 @pytest.fixture
 def traced(tmp_path: Path) -> Path:
     """The file of a trace of a small decoder, 5.6 M params."""
@@ -88,7 +94,7 @@ def test_more_than_the_machine_has_is_refused_unless_it_is_said_to_be_there(
     for how in (("--machine", "rtx4090,cpu=200GiB"), ("--cpu", "200GiB", "--machine", "rtx4090,cpu=256GiB,nvme=4TB")):
         result = gemini_command.ok(*asked, *how, "--out", tmp_path / "plan.json")
         assert "\nFITS: " in result.stdout, result.output
-    gemini_command.ok("simulate", tmp_path / "plan.json", "--machine", "rtx4090,cpu=256GiB,nvme=4TB")
+    played(tmp_path / "plan.json", "rtx4090,cpu=256GiB,nvme=4TB")
     for wrong in ("rtx4090,cpu", "rtx4090,disk=1TB", "rtx4090,cpu=much"):
         refused(gemini_command(*asked, "--machine", wrong), f"{wrong}: behind a machine stands what it has of gpu, cpu")
 
@@ -130,7 +136,7 @@ def test_models_that_compute_in_turn_are_planned_in_one_budget(gemini_command: C
     less = gemini_command(*asked, "--cpu", "2MiB")
     assert less.exit_code == 2 and "beside what the others keep" in flat(less)
     assert "DOES NOT FIT: critic, with what the other models leave of the budget: " in flat(less)
-    refused(gemini_command(*asked, "--cpu", "1GiB", "--fastest"), "leave a mesh, --fastest")
+    refused(gemini_command(*asked, "--cpu", "1GiB", "--fastest"), "--with does not go with --fastest")
     refused(gemini_command(*asked, "--cpu", "1GiB", "--with", f"ref={config}"), "a name of its own for each")
     for wrong in ("ref", "=x", "ref=", "ref=x,other"):
         refused(gemini_command("plan", config, "--cpu", "1GiB", "--with", wrong), "a model is NAME=CONFIG")
@@ -246,21 +252,15 @@ def test_every_field_of_the_json_is_in_the_reference(gemini_command: Command, tr
 
 
 def test_a_saved_plan_runs_and_is_played(gemini_command: Command, traced: Path, tmp_path: Path) -> None:
-    path, timeline = tmp_path / "plan.json", tmp_path / "timeline.json"
+    path = tmp_path / "plan.json"
     options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--out", path]
     result = gemini_command(*options)
     assert f"written to {path}" in " ".join(result.stdout.split())
     said = gemini_command.told(*options)
     plan = gemini.Plan.from_json(path.read_text())
     check_plan(plan)
-    played = gemini_command.ok("simulate", path, "--machine", "rtx4090", "--json", "--out", timeline)
-    found = gemini.Timeline.from_json(played.stdout)
-    assert found == gemini.Timeline.from_json(timeline.read_text())
-    assert found.step_seconds == said["step"]["seconds"]
-    shown = gemini_command("simulate", path, "--machine", "rtx4090").stdout
-    assert shown.split() == str(found).split() and all(len(line) <= 80 for line in shown.splitlines())
-    serial = gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "serial", "--json")
-    assert gemini.Timeline.from_json(serial.stdout).step_seconds > found.step_seconds
+    assert played(path, "rtx4090").step_seconds == said["step"]["seconds"]
+    assert played(path, "rtx4090", schedule="serial").step_seconds > said["step"]["seconds"]
 
 
 # ---- what it refuses -------------------------------------------------------------------------------------------------
@@ -298,20 +298,6 @@ def test_a_trace_of_another_model(gemini_command: Command, traced: Path, tiny_co
         f"--trace {traced} is of another model",
         "Trace this model anew",
     )
-
-
-def test_a_plan_that_cannot_be_played(gemini_command: Command, traced: Path, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    gemini_command.ok("plan", "--trace", traced, *SIZES, "--out", path)
-    refused(gemini_command("simulate", path), "Say whose speeds to play the plan with", "rtx4090")
-    refused(gemini_command("simulate", tmp_path / "absent", "--machine", "rtx4090"), "cannot be read: No such file")
-    refused(gemini_command("simulate", traced, "--machine", "rtx4090"), f"{traced}: a plan is needed, and this is")
-    refused(
-        gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "soon"),
-        "argument --schedule: invalid choice",
-    )
-    out = gemini_command("simulate", path, "--machine", "rtx4090", "--out", tmp_path / "absent" / "x.json")
-    refused(out, "x.json cannot be written: there is no folder ")
 
 
 def test_what_a_solver_writes_to_the_standard_output_is_not_in_the_answer(
@@ -430,10 +416,9 @@ def test_a_second_gpu_is_in_the_same_box(gemini_command: Command, tmp_path: Path
     assert two["fits"] and two["step"]["busy"]["all-gather"] > 0
     assert two["budgets"]["cpu"] == one["budgets"]["cpu"] // 2 and two["budgets"]["nvme"] == one["budgets"]["nvme"] // 2
     assert two["budgets"]["gpu"] == one["budgets"]["gpu"]
-    saved, played = tmp_path / "plan.json", tmp_path / "played.json"
+    saved = tmp_path / "plan.json"
     gemini_command.ok(*asked, "--machine", "rtx4090", "--gpus", "2", "--out", saved)
-    gemini_command.ok("simulate", saved, "--machine", "rtx4090", "--out", played)
-    assert Timeline.from_json(played.read_text()).step_seconds == two["step"]["seconds"]
+    assert played(saved, "rtx4090").step_seconds == two["step"]["seconds"]
     cluster = load_hardware("rtx4090").with_figures("a test", network=1e9)
     assert cluster.with_gpus(2) is cluster, "more of its GPUs are more machines"
 

@@ -55,7 +55,7 @@ def test_a_plan_for_another_step_is_refused(
     assert "the plan was made for durable=False, and here it is True" in refuse(*there, "--durable_every", 1)
     assert "batch_size 2, and this job has 3" in refuse(*there, "--per_device_train_batch_size", 3)
     assert "--gradient_checkpointing False" in refuse(*there, "--gradient_checkpointing")
-    assert "--activations and --offload_activations are the plan's" in refuse(*there, "--activations", "1MiB")
+    assert "--plan does not go with --activations: where" in refuse(*there, "--activations", "1MiB")
     other = tmp_path / "other.json"
     other.write_text(tiny_config.read_text().replace('"n_layer": 2', '"n_layer": 1'))
     assert "is of another model" in refuse(*there, model=other)
