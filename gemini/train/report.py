@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import GeminiError, human_bytes
+from gemini.interrupts import WHOLE
 from gemini.ledger import Ledger
 from gemini.memory.devices.device import Device
 from gemini.memory.store import ChunkStore
@@ -308,14 +310,16 @@ class Recording:
             if self._recorder.in_step and torch.is_grad_enabled() and not engine.state.in_backward:
                 self._tokens += count_tokens(args, kwargs)  # a recomputation has none
 
-        counting = model.register_forward_pre_hook(count, with_kwargs=True)
-        observers.record(self)
-        # Hooks of a settled forward would tell nothing.
-        engine.state.unsettle()
-        watch.recorder, ledger.on_change = self._recorder, self._recorder.held
-        # Last: `drain` and hooks of graphs go by it.
-        self._is_open = True
+        counting = list[RemovableHandle]()
         try:
+            with WHOLE:
+                counting.append(model.register_forward_pre_hook(count, with_kwargs=True))
+                observers.record(self)
+                # Hooks of a settled forward would tell nothing.
+                engine.state.unsettle()
+                watch.recorder, ledger.on_change = self._recorder, self._recorder.held
+                # Last: `drain` and hooks of graphs go by it.
+                self._is_open = True
             # Only if nothing was raised: after an interrupt a wait might raise again, and hide the first error.
             yield self
             self.drain()
@@ -325,7 +329,8 @@ class Recording:
             observers.record()
             watch.recorder = ledger.on_change = None
             self._recorder.close()
-            counting.remove()
+            for handle in counting:
+                handle.remove()
 
     def drain(self) -> None:
         """Let updates that the last step left in flight end: they are part of it, unless the next one has begun."""

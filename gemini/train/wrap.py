@@ -112,13 +112,14 @@ def manage(
             if whole is not None:
                 whole.keep()
             model.__dict__["_gemini_changes"] = changes
+            # Optimizers made before the wrap move their (plain) states into chunks. Behind the end of this block an
+            # interrupt would leave a managed model whose steps begin with other ones.
+            for optimizer in owners_of(engine.params.handles):
+                optimizer.adopt_plain_states()
     except BaseException:
         if "_gemini_changes" not in model.__dict__:  # else an interrupt has waited for all of it
             changes.undo(model)
         raise
-    # Optimizers made before the wrap (with plain states) move their states into chunks.
-    for optimizer in owners_of(engine.params.handles):
-        optimizer.adopt_plain_states()
     return model
 
 

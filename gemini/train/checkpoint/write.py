@@ -235,8 +235,12 @@ def write(
 
 def write_now(home: CheckpointHome, ranks: Handshake, store: ChunkStore) -> None:
     """Write a checkpoint now. Raises StorageError if it cannot be written; an existing one is as it was."""
-    # Staging that nothing passes through is not reserved.
-    staging = _NOTHING if home.in_place else store.mover.scratch(1, torch.uint8, store.mover.tile * 4)
+    try:
+        # Staging that nothing passes through is not reserved.
+        staging = _NOTHING if home.in_place else store.mover.scratch(1, torch.uint8, store.mover.tile * 4)
+    except BaseException:
+        home.end()
+        raise
     write(home, ranks, store.device, staging)
 
 
@@ -396,6 +400,7 @@ class PendingCheckpoint(WriteObserver):
                 if self in observers:
                     observers.remove(self)
                 transfer.finish()  # which gives back what it holds
+                home.end()
             raise
 
     def before_updates(self) -> None:

@@ -115,12 +115,13 @@ class GradientHomes:
                 return
             try:
                 near = make_plane(_SUMS, home.numel, tier, self._device, self._files)
+                # Before it takes the place: what goes home from there is all that the chunk has.
+                self._widen(chunk, home, near)
             except BaseException:
                 self._ledger.release(tier, num_bytes, GRAD)
                 raise
             chunk.change_planes({GRAD: near})
             moved.append((chunk, home))
-        self._widen(chunk, home, near)
 
     def _send_home(self, chunk: Chunk, home: Plane, land: Land | None) -> None:
         """Let the sums of a chunk land as gradients do, beside what is computed next."""

@@ -179,8 +179,9 @@ class TrainedParams:
         specs = plane_specs(precision, self._gradients, rule, trainable=True)
         missing = {kind: spec for kind, spec in specs.items() if kind not in chunk.planes}
         tier = self._tier_for(chunk, sum(spec.page_bytes(numel) for spec in missing.values()), rule)
-        # Each is reserved before it is allocated, and stays open to the end: what fails gives all of it back.
-        with ExitStack() as made:
+        # Each is reserved before it is allocated, and stays open to the end: what fails gives all of it back. WHOLE is
+        # outside of that: behind the first change nothing may be given back any more.
+        with WHOLE, ExitStack() as made:
             planes, factors = {}, []
             for kind, spec in missing.items():
                 made.enter_context(store.ledger.reserving(tier, spec.page_bytes(numel), kind))

@@ -1,0 +1,137 @@
+"""An error or an interrupt between two changes that belong together leaves both or none."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from gemini.errors import BudgetExceeded
+from gemini.memory.chunks.chunk import Chunk
+from gemini.planning.planes import GRAD
+from gemini.train.observers import ChangedChunks
+from gemini.train.optimizers.states import read_state
+from gemini.train.params.handle import handle_of
+from gemini.train.setup.adoption import Adoption
+from gemini.train.step import StepState
+from tests.train.helpers import Blocks, adam, make_config, squares, wrap
+
+
+def _interrupted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Let the first call of a method be followed by Ctrl-C."""
+    real, called = getattr(owner, name), []
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if not called:
+            called.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, name, method)
+
+
+def _holders(model: Any) -> dict[str, Any]:
+    ledger = model._gemini_engine.store.ledger
+    return {tier.value: ledger.holders(tier) for tier in ledger.tiers}
+
+
+def test_gradients_stay_where_sums_of_them_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap(Blocks(), "standin", tmp_path, gradients="accumulate", slack=2**22)
+    squares(model, 0).backward()
+    engine = model._gemini_engine
+    engine.drain()
+    homes, chunks = engine.backward.gradients.homes, list(engine.store.chunks)
+    handles = [handle for handle in engine.params.handles if handle.has_grad]
+    assert handles and any(chunk.planes[GRAD].tier is not engine.store.device.tier for chunk in chunks)
+
+    def widen(*_: Any) -> None:
+        raise OSError("a drive that fails")
+
+    before, held = [engine.by_names.read_plane(handle, GRAD) for handle in handles], _holders(model)
+    monkeypatch.setattr(homes, "_widen", widen)
+    with pytest.raises(OSError, match="a drive that fails"), homes.at_hand(chunks, None, rounds=False):
+        pass
+    assert all(handle.has_grad for handle in handles)
+    for handle, value in zip(handles, before, strict=True):
+        assert torch.equal(engine.by_names.read_plane(handle, GRAD), value)
+    assert _holders(model) == held
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_planes_of_what_becomes_trained_are_in_the_books(
+    interrupts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = Blocks()
+    first = raw.layers[0]
+    first.requires_grad_(False)
+    model = wrap(raw, "ram", tmp_path, slack=2**22)
+    first.requires_grad_(True)
+    if interrupts:
+        with monkeypatch.context() as patched:
+            _interrupted(patched, Chunk, "change_planes")
+            with pytest.raises(KeyboardInterrupt):
+                squares(model, 0)
+    squares(model, 0).backward()
+    engine = model._gemini_engine
+    engine.drain()
+    held = sum(engine.store.ledger.held(tier, GRAD) for tier in engine.store.ledger.tiers)
+    assert held == sum(chunk.planes[GRAD].num_bytes for chunk in engine.store.chunks)
+
+
+def test_a_recording_that_could_not_begin_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap(Blocks(), "ram", tmp_path)
+    hooks = len(model._forward_pre_hooks)
+    with monkeypatch.context() as patched:
+        _interrupted(patched, StepState, "unsettle")
+        with pytest.raises(KeyboardInterrupt), model.recording():
+            pass
+    assert len(model._forward_pre_hooks) == hooks
+    with model.recording():
+        squares(model, 0).backward()
+
+
+def test_a_store_knows_what_a_commit_without_staging_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = Blocks()
+    config = make_config(raw, "ram", tmp_path)
+    memory = {**vars(config.memory), "nvme": "128MiB", "nvme_path": tmp_path, "durable": True}
+    model = gemini.GeminiDDP(raw, gemini.GeminiConfig(memory=gemini.MemoryBudget(**memory), placement=config.placement))
+    optimizer = adam(model)
+    squares(model, 0).backward()
+    optimizer.step()
+    engine = model._gemini_engine
+    engine.drain()
+    changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
+    before = set(changed._indices)
+
+    def scratch(*_: Any) -> None:
+        raise BudgetExceeded("no room for staging")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.store.mover, "scratch", scratch)
+        with pytest.raises(BudgetExceeded, match="no room for staging"):
+            gemini.save_checkpoint(tmp_path, model, optimizer)
+    assert before and changed._indices == before
+
+
+def test_states_of_an_optimizer_come_along_where_an_interrupt_ends_the_wrap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = Blocks()
+    optimizer = adam(raw)
+    raw(torch.ones(2, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: optimizer.state[param]["exp_avg"].clone() for name, param in raw.named_parameters()}
+    _interrupted(monkeypatch, Adoption, "keep")
+    with pytest.raises(KeyboardInterrupt):
+        wrap(raw, "ram", tmp_path)
+    params = dict(raw.named_parameters())
+    for name, value in before.items():
+        handle = handle_of(params[name])
+        assert handle is not None
+        assert torch.equal(read_state(handle)["exp_avg"], value)
