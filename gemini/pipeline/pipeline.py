@@ -36,8 +36,9 @@ from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import Skeleton, attention_keyword
 from gemini.train.modules.codes import first_coded
 from gemini.train.modules.mixed import kept_in_fp32
-from gemini.train.slices.experts import spread_experts
-from gemini.train.slices.slicing import compare_batches, cut_whole, sliced_in
+from gemini.train.slices.alike import compare_batches
+from gemini.train.slices.experts import experts_of
+from gemini.train.slices.slicing import sliced_in, slices_of
 from gemini.train.wrap import Fill
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
@@ -127,7 +128,7 @@ class Pipeline:
             of_stages = params_of_stages(model, course, ranges, size)
             # While all of it is here: what is tied to another stage is cut alike.
             is_filled = fill is None
-            whole = cut_whole(model, mesh, is_filled=is_filled) or spread_experts(model, mesh, is_filled=is_filled)
+            whole = slices_of(model, mesh, is_filled=is_filled) or experts_of(model, mesh, is_filled=is_filled)
             with left_out(model, own):
                 self.model = manage(model, config, mesh=mesh, of_stages=of_stages, whole=whole, fill=fill)
         self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches

@@ -35,8 +35,9 @@ from gemini.train.params.handle import StageParam, owners_of
 from gemini.train.passes import hooks
 from gemini.train.passes.parking import Block
 from gemini.train.sharding.shards import Shards
-from gemini.train.slices.experts import spread_experts
-from gemini.train.slices.slicing import WholeParams, compare_first_batch, cut_if_whole, cuts_in
+from gemini.train.slices.alike import compare_first_batch
+from gemini.train.slices.experts import experts_of
+from gemini.train.slices.slicing import WholeParams, cuts_in, slices_if_whole
 
 Undo = Callable[[nn.Module], None]
 """Takes back one change of the model that it is given."""
@@ -73,17 +74,18 @@ def manage(
 ) -> nn.Module:
     """Make ``model`` a GeminiDDP model; if that fails, what it was before. ``fill``: for a model whose params hold no
     values yet. ``of_stages``: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
-    ``whole``: what the model was when it was cut; without it the model is cut here where the mesh says so.
+    ``whole``: how the model is cut; without it, as the mesh says.
     ``structure``: of the model, if it was walked before. ``managed_class``: the class of a managed model that had the
     given one.
     """
     changes, is_filled = Changes(), fill is None
     try:
         if whole is None:
-            whole = cut_if_whole(model, mesh, is_filled=is_filled) or spread_experts(model, mesh, is_filled=is_filled)
+            whole = slices_if_whole(model, mesh, is_filled=is_filled) or experts_of(model, mesh, is_filled=is_filled)
         # Each undo is noted before, or as soon as, its change can have begun: an interrupt must find it in the list.
         if whole is not None:
             changes.append(_to_call(whole.give_back))
+            whole.cut(model)
         cuts = cuts_in(model) if whole is None else whole.by_param(model)
         # Before anything is planned: what is computed in tiles is gathered together.
         if config.tile_tokens not in (None, "auto"):

@@ -315,10 +315,11 @@ def test_stages_and_slices_are_refused(base: Path) -> None:
     model = base_of(base)
     with pytest.raises(ValueError, match="Pipeline of a model with 4-bit codes.*Use dp"):
         gemini.Pipeline(model, micro_batches=2, schedule="bfs")
-    from gemini.train.slices.slicing import Slices, _cut_params
+    from gemini.train.slices.layers import Slices
+    from gemini.train.slices.slicing import _slices_by
 
     with pytest.raises(ValueError, match="tensor parallel does not slice 4-bit weights .*Use dp"):
-        _cut_params(model, Slices.__new__(Slices))
+        _slices_by(model, Slices.__new__(Slices))
 
 
 def test_codes_are_parked_and_handed_out_apart(base: Path, tmp_path: Path) -> None:

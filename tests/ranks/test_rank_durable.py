@@ -20,7 +20,7 @@ import torch.distributed as dist
 import gemini
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
-from gemini.train.slices.slicing import refuse_unsuited
+from gemini.train.slices.alike import refuse_unsuited
 from tests.crash_images import Judge, Log, content
 from tests.ranks.pool import Failure, Pool, Pools
 from tests.ranks.test_checkpoints import Run, on_ranks, seed, world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import gemini
 from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
+from gemini.train import wrap as wrapping
 from gemini.train.observers import ChangedChunks
 from gemini.train.optimizers.states import read_state
 from gemini.train.params.handle import handle_of
 from gemini.train.setup.adoption import Adoption
+from gemini.train.slices import layers, slicing
 from gemini.train.step import StepState
+from tests import models
 from tests.train.helpers import Blocks, adam, make_config, squares, wrap
 
 
@@ -135,3 +139,18 @@ def test_states_of_an_optimizer_come_along_where_an_interrupt_ends_the_wrap(
         handle = handle_of(params[name])
         assert handle is not None
         assert torch.equal(read_state(handle)["exp_avg"], value)
+
+
+def test_params_are_whole_where_an_interrupt_ends_their_cutting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = models.make_model("llama")
+    before = {name: param.clone() for name, param in raw.named_parameters()}
+    sliced = slicing._slices_by(raw, layers.ImaginedSlices(2, Counter()))
+    monkeypatch.setattr(wrapping, "slices_if_whole", lambda *_, **__: sliced)
+    _interrupted(monkeypatch, slicing, "SET_DATA")
+    with pytest.raises(KeyboardInterrupt):
+        wrap(raw, "ram", tmp_path)
+    assert sliced.params
+    for name, param in raw.named_parameters():
+        assert torch.equal(param, before[name]), name

@@ -12,7 +12,7 @@ from gemini import kernels
 from gemini.errors import NonFiniteGradient
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.params.handle import ParamHandle
-from gemini.train.slices.slicing import whole_totals
+from gemini.train.slices.alike import whole_totals
 
 
 class GradientNorms:

@@ -36,7 +36,7 @@ from gemini.train.modules.codes import WHAT_WORKS, check_coded, scales_in
 from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, own_buffers, own_params, structure_of
 from gemini.train.params.handle import handle_of, is_in_stages, optimizer_of
-from gemini.train.slices.slicing import refuse_unsuited
+from gemini.train.slices.alike import refuse_unsuited
 from gemini.version import __version__
 
 

@@ -10,7 +10,7 @@ with where its rank stands: of one that evaluates alone, the others hear before 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from gemini.ranks.group import Ranks, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.modules.reading import is_a, is_tuner_layer, own_params
 from gemini.train.params.handle import TensorSlice
-from gemini.train.slices.slicing import WholeParams, refuse_differing, style_of
+from gemini.train.slices.alike import refuse_differing
+from gemini.train.slices.slicing import WholeParams, style_of
 
 _WHAT = "an exchange of tokens (expert parallel)"
 
@@ -143,8 +144,8 @@ class SpreadExperts(WholeParams):
 
     comes_back = True
 
-    def __init__(self, modules: list[str]):
-        super().__init__()
+    def __init__(self, params: Mapping[str, TensorSlice], modules: list[str]):
+        super().__init__(params)
         self._modules = modules
 
     def put_on(self, model: nn.Module, ranks: Ranks | None = None) -> None:
@@ -159,10 +160,10 @@ class SpreadExperts(WholeParams):
             self._put(module, "forward", MethodType(dispatched_forward, module))
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool) -> SpreadExperts | None:
-    """Leave this rank's experts, in place; None without ``ep``. ``is_filled``: the model has its values; else it is the
-    same on every rank. Raises ValueError for a model without experts, adapters of experts, and sizes that do not
-    divide: nothing is changed; RankMismatch, on every rank, if ranks of ``ep`` have other weights.
+def experts_of(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool) -> SpreadExperts | None:
+    """Say which experts stay here; nothing is cut yet. None without ``ep``. ``is_filled``: the model has its values;
+    else it is the same on every rank. Raises ValueError for a model without experts, adapters of experts, and sizes
+    that do not divide; RankMismatch, on every rank, if ranks of ``ep`` have other weights.
     """
     if mesh is None or (size := size_of(mesh, "ep")) == 1:
         return None
@@ -193,9 +194,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
         )
     if is_filled:
         refuse_differing(model, mesh, "ep", "expert parallel")
-    spread = SpreadExperts(found)
-    spread.cut(model, cuts)
-    return spread
+    return SpreadExperts(cuts, found)
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
