@@ -303,7 +303,11 @@ class Flow(TorchDispatchMode):
         """What stands behind a tensor that is read ``here``."""
         owners = self._owners.get(key)
         if owners is not None:
-            if here not in owners:
+            if not here and self._num_ended == len(self._blocks) and owners.isdisjoint(self.order):
+                # A head whose weight is read by a fused loss, and which never runs itself.
+                self.order += sorted(owners)
+                self._after |= owners
+            if here not in owners and (here or not owners <= self._after):
                 self._found(f"something of {min(owners)} is read outside of it")
             return set()
         if key in self._free_params and self._num_begun:

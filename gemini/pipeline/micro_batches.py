@@ -20,6 +20,7 @@ from gemini.errors import GeminiError
 from gemini.pipeline.course import OF_STAGES, Course, course_of, is_in, on_meta
 from gemini.pipeline.stages import Stage, Strayed
 from gemini.tracing.ahead import loss_of as loss_in
+from gemini.tracing.ahead import rebind_forward
 from gemini.train.params.handle import original_class, stepping_in_backward
 from gemini.train.passes.again import marks_of, own_hooks
 
@@ -312,4 +313,6 @@ def _plain_twin(model: Any) -> nn.Module:
     memo[id(model)] = twin
     own = {name: value for name, value in vars(model).items() if not name.startswith("_gemini") and name != "forward"}
     twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in own.items()})
+    for module, other in zip(model.modules(), twin.modules(), strict=True):
+        rebind_forward(module, other)
     return twin  # type: ignore[no-any-return]

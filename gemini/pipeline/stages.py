@@ -73,6 +73,7 @@ class _Unread:
         stray(f"output.{self.__dict__['_name']} is read, which no part of it has whole")
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = _stray
+    __neg__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _stray
 
 
 def only(output: Any, readable: frozenset[str] | None) -> Any:

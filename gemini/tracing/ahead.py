@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -469,12 +470,34 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for own, other in zip(model.modules(), copied.modules(), strict=True):
             if is_compiled(own):
                 _run_as_python(own, other)
+            else:
+                rebind_forward(own, other)
         return copied
     except Exception as e:
         raise GeminiError(
             f"{type(model).__name__} cannot be copied onto fake tensors ({type(e).__name__}: {e}): give gemini.trace "
             "its config, or record a step with gemini.MemoryTracer"
         ) from e
+
+
+def rebind_forward(own: nn.Module, other: nn.Module) -> None:
+    """Let a copy have the forward by which its module's own was replaced, as TRL does it for a fused head. It calls the
+    copy then, by what it closes over as well: of that deepcopy makes none.
+    """
+    forward = own.__dict__.get("forward")
+    if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
+        return
+    function, cells = forward.__func__, list[CellType]()
+    for cell in function.__closure__ or ():
+        value = cell.cell_contents
+        if value is own:
+            value = other
+        elif isinstance(value, MethodType) and value.__self__ is own:
+            value = MethodType(value.__func__, other)
+        cells.append(CellType(value))
+    bound = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, (*cells,))
+    bound.__kwdefaults__ = function.__kwdefaults__
+    other.__dict__["forward"] = MethodType(bound, other)
 
 
 def _run_as_python(own: nn.Module, other: nn.Module) -> None:

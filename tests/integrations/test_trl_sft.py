@@ -1,8 +1,10 @@
 """TRL's SFTTrainer with the mixin before it, and LoRA: the stock trainers' losses, exact resume, ordinary adapters."""
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import peft
@@ -10,10 +12,12 @@ import pytest
 import torch
 import trl
 from gemini.integrations.huggingface import GeminiTrainerMixin
+from gemini.integrations.trl import GeminiSFTTrainer as ReadyTrainer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer
 
 import gemini
+from gemini.pipeline import micro_batches
 from tests.integrations.trainer_cases import Record, assert_same_run, llama, make, train_new
 
 WORDS = "the a cat dog sat ran on under mat tree and then slept".split()
@@ -64,16 +68,48 @@ def test_sft_follows_the_stock_sft_trainer_and_resumes_exactly(tmp_path: Path) -
     assert_same_run(trainer, again)
 
 
+def adapted() -> Any:
+    torch.manual_seed(5)
+    return peft.get_peft_model(llama(), peft.LoraConfig(**LORA))
+
+
+@pytest.mark.parametrize("make_model", [llama, adapted], ids=["full", "lora"])
+def test_sft_block_by_block(make_model: Any, tmp_path: Path) -> None:
+    """TRL's fused head reads the weight of an output head that never runs itself. Logs count each token once."""
+    runs, logs = [], []
+    for order in ("bfs", "dfs"):
+        how: dict[str, Any] = {"order": order, "gradient_accumulation_steps": 4, "save_strategy": "no"}
+        trainer, record = sft(tmp_path / order, ReadyTrainer, model=make_model(), **how)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*one after another")
+            with mock.patch.object(micro_batches, "breadth_first", wraps=micro_batches.breadth_first) as by_block:
+                trainer.train()
+        assert by_block.call_count == (4 if order == "bfs" else 0)
+        runs.append(trainer)
+        logs.append([{k: v for k, v in log.items() if "second" not in k and "runtime" not in k} for log in record.logs])
+    assert logs[0] == logs[1]
+    for name, param in runs[0].model.named_parameters():
+        assert torch.equal(runs[0].model.full_param(name), runs[1].model.full_param(name)), name
+        if param.requires_grad:
+            mine, theirs = (run.optimizer.optimizer.full_state(name) for run in runs)
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
+
+
+def test_a_fused_head_that_is_not_used_is_said_once(tmp_path: Path) -> None:
+    """With smoothed labels TRL calls the model a second time, for its metrics."""
+    trainer, _ = sft(tmp_path, ReadyTrainer, order="bfs", label_smoothing_factor=0.1, save_strategy="no")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(each.message) for each in warned if "one after another" in str(each.message)]
+    assert len(said) == 1 and said[0].endswith("compute_loss calls the model more than once")
+
+
 # ---- PEFT without TRL --------------------------------------------------------------------------------------------
 
 
 def test_lora_through_the_trainer(tmp_path: Path) -> None:
     """The stock Trainer's losses; an adapter that plain PEFT opens; exact resume; the best adapter at the end."""
-
-    def adapted() -> Any:
-        torch.manual_seed(5)
-        model = llama()
-        return peft.get_peft_model(model, peft.LoraConfig(**LORA))
 
     stock, wanted = train_new(tmp_path / "stock", Trainer, model=adapted(), save_strategy="no")
     how: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -347,6 +348,20 @@ class RandomlyDropped(nn.Module):
         return x * (random.random() < 0.5)
 
 
+def with_head(early: bool) -> Any:
+    """Its forward was replaced, calls the one before, and reads the weight of a layer that never runs."""
+    model: Any = Chain()
+    model.head = nn.Linear(8, 4, bias=False)
+    original = model.forward
+
+    def fused(self: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = original(x + self.head.weight.sum(0) if early else x)
+        return nn.functional.linear(hidden, self.head.weight)
+
+    model.forward = MethodType(fused, model)
+    return model
+
+
 def switch(model: Any, step: int) -> None:
     object.__setattr__(model, "later", [1] if step else [])
 
@@ -360,9 +375,12 @@ def switch(model: Any, step: int) -> None:
         (Chain, inputs, with_weights, None, "its loss reads"),
         (Chain, partial(inputs, all_states=True), with_states_later, switch, "output.states is read"),
         (dropping, inputs, plain, None, "draws random numbers"),
+        (partial(with_head, False), inputs, plain, None, ""),
+        (partial(with_head, True), inputs, plain, None, "something of head is read outside of it"),
     ],
-    ids=["labels before the blocks", "second micro-batch", "later step", "weights in the loss", "switch", "random"],
-)
+    ids=["labels before the blocks", "second micro-batch", "later step", "weights in the loss", "switch", "random",
+         "head that never runs", "head read early"],
+)  # fmt: skip
 def test_another_way_than_that_of_the_first_micro_batch(
     make: Any, batches: Any, loss: Any, between: Any, why: str
 ) -> None:
