@@ -17,6 +17,7 @@ import gemini
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.ranks.process_groups import make_subgroup
 from gemini.train.sharding.reduction import Reduction
+from gemini.train.sharding.replicas import Replicas
 from tests.ranks.cases import Job, config_of, make_model, run
 from tests.ranks.pool import Failure, Pools, failures
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
@@ -39,7 +40,8 @@ def test_what_does_not_fit_is_refused_at_the_start(pool_of: Pools) -> None:
 def test_sums_over_replicas_that_were_dropped_are_forgotten_before_others_land() -> None:
     sync = object.__new__(Reduction)
     dropped = SimpleNamespace(has_grad=False)
-    sync.params, sync._summed, sync.is_done = SimpleNamespace(by_chunk={0: [dropped]}), {0}, False  # type: ignore[assignment]
+    across = sync._replicas = object.__new__(Replicas)
+    across._params, across.summed, sync.is_done = SimpleNamespace(by_chunk={0: [dropped]}), {0}, False  # type: ignore[assignment]
     sync.gradient_arrives()
     dropped.has_grad = True  # landed behind backward
     sync.gradient_arrives()

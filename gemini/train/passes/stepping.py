@@ -20,7 +20,7 @@ from gemini.tiers import Tier
 from gemini.train.params.handle import Leftover, ParamHandle, Stepper, note_writes, stepping_in_backward, written_to
 from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.forward import Parts
-from gemini.train.sharding.reduction import facts_of_step
+from gemini.train.sharding.facts import facts_of_step
 from gemini.train.step import alone
 from gemini.train.update.tiles import ParamUpdate
 

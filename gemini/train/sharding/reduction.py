@@ -5,16 +5,12 @@
     settle         once per step: sums across replicas, and every param's part of the norm from every rank
     agree_on_step  all ranks are about to update the same params with the same hyperparameters
 
-Of its shard each rank has the sum of one replica, and needs that of all: once per step, before the norm; with updates
-inside backward, before each of them.
-
 Whole gradients are in the ledger as "gradients in flight". Where there is no room for another one, those that are open
 are reduced before they are complete; a param's gradient still arrives once, so this changes no sum.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,24 +19,23 @@ from typing import NamedTuple
 import torch
 
 from gemini import kernels
-from gemini.errors import BudgetExceeded, GeminiError, RankMismatch
+from gemini.errors import BudgetExceeded, GeminiError
 from gemini.ledger import NEEDED, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
-from gemini.memory.movement.mover import Working, tiles
+from gemini.memory.movement.mover import Working
 from gemini.memory.movement.transfers import Job, Lane
 from gemini.patches import replaced
-from gemini.planning.planes import GRAD, GRAD_ERROR
+from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
-from gemini.ranks.agree import Facts, Point, Request, agree, plain, tell
-from gemini.ranks.wire import Tag, Wire
+from gemini.ranks.agree import Facts, Point, Request, tell
+from gemini.ranks.wire import Tag
 from gemini.train.gradients.homes import adds_up
-from gemini.train.gradients.scaling import Scaling
-from gemini.train.params.by_name import store_range
-from gemini.train.params.handle import Leftover, ParamHandle, Stepper, handles_of, owners_of, stepping_in_backward
+from gemini.train.params.handle import Leftover, ParamHandle, Stepper, owners_of, stepping_in_backward
+from gemini.train.sharding.facts import facts_of_gradients, facts_of_step
+from gemini.train.sharding.replicas import Replicas
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
-from gemini.train.step import StepState
 from gemini.train.update.sinks import GradientSink
 
 _HOLDER = "gradients in flight"
@@ -48,43 +43,6 @@ _PLAN = 8
 """The bit in the detail of a request from which on it says what a rank is about to update inside backward."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BACKWARDS = "the number of backwards since the last step"
-
-
-def facts_of_gradients(handles: Sequence[ParamHandle]) -> Facts:
-    """State which params have a gradient."""
-    names = [handle.name for handle in handles]
-    return Facts({"the gradient": array("b", [handle.has_grad for handle in handles])}, names)
-
-
-def facts_of_step(
-    handles: Sequence[ParamHandle], optimizers: Iterable[Stepper], scaling: Scaling, state: StepState
-) -> Facts:
-    """State all that an update by these optimizers depends on, but the gradients and how they came."""
-    values: dict[str, str] = {}
-    groups: dict[str, int] = {}
-    number, optimizers = 0, list(optimizers)
-    for which, optimizer in enumerate(optimizers):
-        for index, group in enumerate(optimizer.param_groups):
-            label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")
-            managed = handles_of(group["params"])
-            for name in optimizer.defaults if managed else ():
-                values[f"{name} of {label}"] = repr(plain(group.get(name, "not given")))
-            for handle in managed:
-                groups[handle.name] = number
-            number += 1
-    values["the factor that takes the loss scale out of gradients"] = repr(float(scaling.unscale))
-    values["the coefficient of clip_grad_norm_"] = repr(float(state.clip_coefficient))
-    return Facts(
-        {
-            **values,
-            "the param group": array("q", [groups.get(handle.name, -1) for handle in handles]),
-            "requires_grad": array("b", [handle.trained for handle in handles]),
-            "what zero_grad(set_to_none=False) left": array("b", [h.takes_step and not h.has_grad for h in handles]),
-            "the number of updates": array("q", [handle.num_steps for handle in handles]),
-            "the clipping": array("d", [handle.clip for handle in handles]),
-        },
-        [handle.name for handle in handles],
-    )
 
 
 class _WholeGradient:
@@ -150,6 +108,7 @@ class Reduction(GradientSink):
 
         # The step under way, as far as the ranks have told each other.
         self.has_replicas = self._ranks.replicas.size > 1
+        self._replicas = Replicas(shards, store)
         self.is_done = False
         """Whether gradients are the same thing on every rank: every rank knows their norms."""
         self._clippings: list[str] = []
@@ -158,16 +117,6 @@ class Reduction(GradientSink):
         """How often gradients were dropped since the last step (``zero_grad``)."""
         self._num_backwards = 0
         """Since the last step, outside of ``no_sync``."""
-        # Other ranks of ep have other experts: what all of their tokens gave these has come with backward, and is
-        # added up among those that have the same ones.
-        self._wires: dict[int, Wire] = {}
-        for index, handles in self.params.by_chunk.items():
-            are_experts = self._ranks.experts.size > 1 and any(handle.cut is not None for handle in handles)
-            across = self._ranks.copies if are_experts else self._ranks.replicas
-            if across.size > 1:
-                self._wires[index] = across
-        self._summed: set[int] = set()
-        """Chunks whose gradients were added up over replicas, or have been dropped since."""
 
         # Last: from here on others call this.
         shards.reducing = self
@@ -382,7 +331,7 @@ class Reduction(GradientSink):
         """Add up the gradients of a chunk, and keep this rank's shard of the sum."""
         chunk, failure = landing.chunk, None
         if not any(landing.adding.values()):
-            self._summed.discard(chunk.spec.index)
+            self._replicas.summed.discard(chunk.spec.index)
         for handle in landing.handles:
             self.gradients.apply_clip(handle)
             handle.norm_sums = []
@@ -422,7 +371,7 @@ class Reduction(GradientSink):
             for start, stop, total in self._channel.sums(chunk, flat, senders):
                 section[start:stop].copy_(total)
         if self.has_replicas:
-            self.sum_now(chunk, section, handles, self._planned())
+            self._replicas.sum_now(chunk, section, handles, self._planned())
         for handle in handles:
             self.use(handle, section[handle.part.start : handle.part.stop])
         self.updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
@@ -498,14 +447,9 @@ class Reduction(GradientSink):
 
     def gradient_arrives(self) -> None:
         """Take up a gradient of a further backward; with replicas it may not come after the sums across them."""
-        if self._summed:
-            if any(map(self._is_summed, self._summed)):
-                raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
-            self._summed.clear()  # they were dropped; once, before sums land behind backward
+        if self._replicas.summed:
+            self._replicas.refuse_more()
         self.undo()
-
-    def _is_summed(self, index: int) -> bool:
-        return index in self._summed and any(handle.has_grad for handle in self.params.by_chunk[index])
 
     def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
         """Note a call of ``clip_grad_norm_``, for ranks to compare and errors to say."""
@@ -521,7 +465,7 @@ class Reduction(GradientSink):
         self._num_dropped = self._num_backwards = 0
         if not self.has_gradients:
             self.is_done = False
-            self._summed.clear()
+            self._replicas.summed.clear()
 
     # ---- the same gradients and norms on every rank -----------------------------------------------------------------
 
@@ -562,7 +506,8 @@ class Reduction(GradientSink):
         if any(len(set(row)) > 1 for row in said) or len({detail % 256 for row in said for detail in row}) > 1:
             facts = Facts({_BACKWARDS: str(self._num_backwards)}) | gradients
             tell(self._ranks.everyone, "clip_grad_norm_ or optimizer.step()", facts)
-        self._sum_over_replicas()
+        if self.has_replicas:
+            self._replicas.sum_all()
         norms = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
         self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, norms, "the gradient norm"))
 
@@ -600,74 +545,3 @@ class Reduction(GradientSink):
             "how often zero_grad() dropped gradients since the last step": str(self._num_dropped),
         }
         return Facts(before) | facts_of_step(self.params.handles, optimizers, self.scaling, self.state)
-
-    # ---- replicas ---------------------------------------------------------------------------------------------------
-
-    def sum_now(self, chunk: Chunk, section: torch.Tensor, present: Sequence[ParamHandle], plan: int) -> None:
-        """Add up gradients that are about to be used, and are kept nowhere: ``section``, this rank's shard, becomes the
-        sum over replicas. ``present`` have a gradient in it, and ``plan`` is the checksum of what updates depend on:
-        raises RankMismatch, on every rank, if they are others on a replica.
-        """
-        names = [handle.name for handle in present]
-        facts = Facts({"the chunk": chunk.spec.index, "the gradients in it": names, "the hyperparameters": plan})
-        # Not as other agreements: a replica that stands elsewhere says more there.
-        agree(self._ranks.replicas, f"the update of {chunk.name} inside backward", lambda: facts, tag=Tag.HEADER)
-        across = self._wires.get(chunk.spec.index)
-        if across is None:
-            return
-        for start, stop in tiles(0, section.numel(), self._shards.replica_scratch.numel() // 8):
-            tile = section[start:stop].cpu()
-            across.all_reduce(Tag.ALL_REDUCE, tile, self._shards.replica_scratch, f"the all-reduce of {chunk.name}")
-            if tile.data_ptr() != section[start:stop].data_ptr():
-                section[start:stop].copy_(tile)
-
-    def _sum_over_replicas(self) -> None:
-        """Add up what was not, chunk by chunk in the order of the layout. Raises RankMismatch, on every rank, if some
-        have dropped what others have added up.
-        """
-        if not self.has_replicas:
-            return
-        summed = [self._is_summed(index) for index in self._wires]
-        flags = [handle.has_grad for handle in self.params.handles]
-        said = torch.tensor([*summed, *flags], dtype=torch.uint8, device="cpu")
-        rows = self._ranks.replicas.swap(Tag.AGREEMENT, said, "comparing gradients across replicas")
-        anywhere = rows[:, len(summed) :].any(0).tolist()
-        with_grad = {handle.name for handle, is_there in zip(self.params.handles, anywhere, strict=True) if is_there}
-        for index, column in zip(self._wires, rows[:, : len(summed)].T.tolist(), strict=True):
-            chunk = self.store.chunks[index]
-            # Sums of all and of one cannot be added up any more: one of them would count twice.
-            if len(set(column)) > 1:
-                raise RankMismatch(
-                    f"the gradients of {chunk.name} were added up over the replicas of this model, and one of them "
-                    "has dropped or replaced its own since. Every rank must make the same backwards and zero_grad() "
-                    "the same gradients"
-                )
-            handles = [handle for handle in self.params.by_chunk[index] if handle.name in with_grad]
-            if handles and not column[0]:
-                self._add_up(chunk, handles)
-                self._summed.add(index)
-
-    def _add_up(self, chunk: Chunk, handles: Sequence[ParamHandle]) -> None:
-        """This rank's shard of the gradients of a chunk, of which some replica has these, becomes the sum."""
-        plane, scratch, across = chunk.planes[GRAD], self._shards.replica_scratch, self._wires[chunk.spec.index]
-        absent = [handle for handle in handles if not handle.has_grad]
-        sums: dict[str, kernels.Sums] = {handle.name: [] for handle in handles}
-        for start, stop in tiles(0, plane.numel, min(self._mover.tile, scratch.numel() // 8)):
-            tile, is_staged = self._mover.host_tile(1, plane, start, stop)
-            # Other replicas have these gradients; this one adds zeros, and has them from here on.
-            for handle in absent:
-                tile[max(handle.part.start - start, 0) : max(handle.part.stop - start, 0)].zero_()
-            across.all_reduce(Tag.ALL_REDUCE, tile, scratch, f"the all-reduce of {chunk.name}")
-            if is_staged:
-                self._mover.store([(plane, tile)], start, stop)
-            for handle in handles:
-                first, last = max(handle.part.start, start), min(handle.part.stop, stop)
-                if first < last:
-                    sums[handle.name] += kernels.sum_squares(tile[first - start : last - start])
-        if GRAD_ERROR in chunk.planes:
-            # The error of rounding was of this replica's part, which is in the sum now.
-            error = chunk.planes[GRAD_ERROR]
-            none = torch.zeros((), dtype=error.dtype, device="cpu").expand(error.items(error.numel))
-            store_range(self._mover, error, 0, none)
-        for handle in handles:
-            handle.norm_sums = sums[handle.name]
