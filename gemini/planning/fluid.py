@@ -53,15 +53,15 @@ class Fluid:
         self._times = TaskTimes([], [], [])
         self._missing: list[int] = []
         self._followers: list[list[int]] = []
-        # By queue: a heap of its ready tasks, whether one of them runs, and the last one that did.
+        # By queue: heaps of its ready tasks, by the bytes that they take, whether one of them runs, and the last one.
         self._queues: dict[str, int] = {}
-        self._ready: list[list[tuple[float, int]]] = []
+        self._ready: list[dict[int, list[tuple[float, int]]]] = []
         self._busy: list[bool] = []
         self._last: list[int] = []
-        # Queues that may begin a task: one has ended there, or become ready; and tasks that are ready and need more of
-        # the buffer than is left.
+        # Queues that may begin a task: one has ended there, or become ready; and tasks that would begin there if the
+        # buffer had more.
         self._changed: set[int] = set()
-        self._parked: list[int] = []
+        self._short: set[int] = set()
         # The tasks that run, and the seconds at full speed that each has left.
         self._active: list[int] = []
         self._left: list[float] = []
@@ -88,7 +88,7 @@ class Fluid:
         assert all(share <= 1 + _EPSILON for _, share in shares), (queue, loads)
         if queue not in self._queues:
             self._queues[queue] = len(self._queues)
-            self._ready.append([])
+            self._ready.append({})
             self._busy.append(False)
             self._last.append(NOTHING)
         self._tasks.append(_Task(self._queues[queue], length, urgency, tuple(shares), takes, gives))
@@ -110,27 +110,29 @@ class Fluid:
         while self._active:
             self._advance()
             self._begin_ready()
-        assert not self._parked and not any(self._missing), (
+        assert not self._short and not any(self._missing), (
             "tasks wait for each other, or for more than the whole buffer"
         )
         return self._times
 
     def _make_ready(self, number: int) -> None:
         task = self._tasks[number]
-        heapq.heappush(self._ready[task.queue], (task.urgency, number))
+        heapq.heappush(self._ready[task.queue].setdefault(task.takes, []), (task.urgency, number))
         self._changed.add(task.queue)
 
     def _begin_ready(self) -> None:
         """Begin what can: of each idle queue the most urgent task that the buffer has room for."""
         # In the order of queues: those that come first get the buffer.
         for queue in sorted(self._changed):
-            heap = self._ready[queue]
-            while heap and not self._busy[queue]:
-                number = heapq.heappop(heap)[1]
-                if self._tasks[number].takes > self.buffer:
-                    self._parked.append(number)
-                else:
-                    self._begin(queue, number)
+            while not self._busy[queue]:
+                heaps = [(heap[0], takes) for takes, heap in self._ready[queue].items() if heap]
+                self._short.update(first[1] for first, takes in heaps if takes > self.buffer)
+                fitting = [each for each in heaps if each[1] <= self.buffer]
+                if not fitting:
+                    break
+                (_, number), takes = min(fitting)
+                heapq.heappop(self._ready[queue][takes])
+                self._begin(queue, number)
         self._changed.clear()
 
     def _begin(self, queue: int, number: int) -> None:
@@ -168,17 +170,15 @@ class Fluid:
         self._changed.add(queue)
         if given_back:
             self.buffer += given_back
-            for other in self._parked:
-                self._release(other, number)
-            self._parked.clear()
+            for other in self._short:
+                self._times.released_by[other] = number
+                self._changed.add(self._tasks[other].queue)
+            self._short.clear()
         for other in self._followers[number]:
             self._missing[other] -= 1
             if not self._missing[other]:
-                self._release(other, number)
-
-    def _release(self, number: int, by: int) -> None:
-        self._times.released_by[number] = by
-        self._make_ready(number)
+                self._times.released_by[other] = number
+                self._make_ready(other)
 
 
 def fair_speeds(loads: Sequence[tuple[tuple[int, float], ...]]) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -52,13 +53,19 @@ def cheapest_homes(
     base: dict[str, float] = {}
     used = problem.spoken_for(streams=streaming)
     choices: list[HomeChoice] = []
+    alike: dict[tuple[object, ...], list[HomeChoice]] = {}
     for index, sizes in enumerate(problem.sizes):
         for track, seconds in of_chunks.seconds_with(index, {}, fetches[index]).items():
             base[track] = base.get(track, 0.0) + seconds
         used[Tier.CPU] = used.get(Tier.CPU, 0) + sum(sizes.values())
         if problem.durable:
             used[DRIVE] = used.get(DRIVE, 0) + 2 * sum(problem.durable_bytes(index).values())
-        choices += of_chunks.of(index, streaming=streaming)
+        # What chunks of layers that are alike can choose is the same.
+        chunk = problem.layout.chunks[index]
+        own = replace(chunk, index=0, slots=()), *(slot.numel for slot in chunk.slots), fetches[index], *sizes.items()
+        if own not in alike:
+            alike[own] = [*of_chunks.of(index, streaming=streaming)]
+        choices += (choice._replace(chunk=index) for choice in alike[own])
     chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
     if chosen is None:
         return None
