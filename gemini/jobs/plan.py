@@ -93,7 +93,7 @@ def _plan_whole(way: Way, status: Status) -> Answer:
                 options_of(other.way),
                 True,
                 None if timeline is None else report["tokens"] / other.seconds,
-                f"{1 - found[0].seconds / other.seconds:.1%} less",
+                f"{'' if other.is_played else 'at least '}{max(1 - found[0].seconds / other.seconds, 0):.1%} less",
             )
             for other in played
         ]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from heapq import heappop, heappush
+from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
 from gemini.planning.rules import RULES
-from gemini.planning.sizes import DEEP, SHALLOW, are_alike, deepened, step_seconds, with_kept
+from gemini.planning.simulate import bound_of, step_seconds
+from gemini.planning.sizes import DEEP, SHALLOW, are_alike, deepened, with_kept
 from gemini.planning.timeline import Timeline
 from gemini.planning.together import Together, evaluated
 from gemini.planning.trace import MemoryTrace
@@ -196,6 +198,11 @@ class Way:
         assert self.machine.hardware is not None
         return gemini.simulate(plan, self.machine.hardware, schedule=self.settings.schedule)
 
+    def seconds_of(self, plan: Plan, *, played: bool = True) -> float:
+        """How long the step takes, or, if it is not ``played``, takes at least; without speeds its micro-batches."""
+        hardware, settings, ask = self.machine.hardware, self.settings, step_seconds if played else bound_of
+        return ask(plan, hardware, settings.schedule) if hardware else float(settings.accumulate)
+
     def fits(self, trace: MemoryTrace | None = None) -> bool:
         """Whether there is a placement: quicker than looking for the best one."""
         where = self.settings.offload_activations
@@ -283,62 +290,80 @@ class Found(NamedTuple):
     way: Way
     plan: Plan
     seconds: float
+    is_played: bool  # else it takes at least as long, which is longer than the best one
+
+
+class _Numbers:
+    """A way with more and more kept blocks; ``least``: what it takes at least, by their number."""
+
+    def __init__(self, way: Way, least: dict[int, float]) -> None:
+        self._way, self._least = way, least
+        self._planned: dict[int, float] = {}  # the same, as the plans of the first of them have it
+
+    def left(self) -> float:
+        """What those that are not planned yet take at least."""
+        least = min((own for number, own in self._least.items() if number not in self._planned), default=math.inf)
+        return max(least, _least_with_more(self._planned, max(self._least)))
+
+    def plan_next(self, tell: Callable[[Way], None]) -> Found | None:
+        """Plan it with the next number; None if it does not fit: then it does with no larger one."""
+        number = next(number for number in self._least if number not in self._planned)
+        way = self._way.changed(kept_blocks=number) if number else self._way
+        tell(way)
+        try:
+            plan = way.plan()
+        except (BudgetExceeded, JobError):  # it was a lower bound of what it needs
+            return None
+        self._planned[number] = way.seconds_of(plan, played=False)
+        return Found(way, plan, max(self._planned[number], self._least[number]), False)
 
 
 def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
-    """The quickest way (if none fits, the one that needs least), what was played, quickest first, and of how many:
-    of the ways that fit, each number of kept blocks that may be looked at, whether it fits too or not.
+    """The quickest way (if none fits, the one that needs least), what was planned, the quickest that was played first,
+    and of how many: of the ways that fit, each number of kept blocks that may be looked at, whether it fits too or not.
+
+    What takes least by what is known of it is looked at next: it is planned, which tells more; then it is played.
     """
     sequences = _sequences(way)
     way = Way(way.settings, Traces(of_two=True))
-    candidates = sorted(((_kept(*pair), pair[0]) for pair in _ways(way, sequences)), key=lambda c: min(c[0].values()))
-    found, of_all = list[Found](), sum(len(least) for least, _ in candidates)
+    all_numbers = [(_kept(*pair), pair[0]) for pair in _ways(way, sequences)]
+    found, planned, of_all, order = list[Found](), list[Found](), sum(len(least) for least, _ in all_numbers), count()
+    waiting: list[tuple[float, int, _Numbers | Found]] = []
+
+    def wait(least: float, what: _Numbers | Found) -> None:
+        if least < math.inf:
+            heappush(waiting, (least, next(order), what))
 
     def tell(other: Way) -> None:
-        status.update(f"playing {options_of(other)}, {len(found) + 1} of at most {of_all} ...")
+        status.update(f"planning {options_of(other)}, {len(planned) + 1} of at most {of_all} ...")
 
-    for least, first in candidates:
-        if min(least.values()) > _wanted(found):
-            break
-        _play_numbers(first, least, found, tell)
+    for least, first in all_numbers:
+        wait(min(least.values()), _Numbers(first, least))
+    while waiting and (not found or waiting[0][0] <= (1 - CLOSE) * found[0].seconds):
+        what = heappop(waiting)[2]
+        if isinstance(what, Found):
+            status.update(f"playing {options_of(what.way)} ...")
+            seconds = what.way.seconds_of(what.plan)
+            planned.remove(what)
+            insort(found, what._replace(seconds=seconds, is_played=True), key=lambda each: each.seconds)
+        elif new := what.plan_next(tell):
+            planned.append(new)
+            wait(new.seconds, new)
+            wait(what.left(), what)
     if found:
-        return found[0].way, found, of_all
+        return found[0].way, [found[0], *sorted([*found[1:], *planned], key=lambda each: each.seconds)], of_all
     smallest = {"batch_size": 1, "accumulate": sequences} if way.settings.fastest else {}
     return way.changed(kept_blocks=None, **smallest), found, of_all
 
 
-def _wanted(found: list[Found]) -> float:
-    """What another way may take at most to be looked at."""
-    return (1 - CLOSE) * found[0].seconds if found else math.inf
-
-
-def _play_numbers(way: Way, least: dict[int, float], found: list[Found], tell: Callable[[Way], None]) -> None:
-    """Add one way to those that were ``found``, with more and more kept blocks, until it does not fit or more of them
-    make it no quicker than the best. ``least``: what it takes at least, by their number.
-    """
-    played: dict[int, float] = {}
-    for number, bound in least.items():
-        other = way.changed(kept_blocks=number) if number else way
-        tell(other)
-        try:
-            plan = other.plan()
-            played[number] = step_seconds(plan, other.play) if way.machine.hardware else bound
-        except (BudgetExceeded, JobError):  # it was a lower bound of what it needs
-            return
-        insort(found, Found(other, plan, played[number]), key=lambda each: each.seconds)
-        if _least_with_more(played, max(least)) > _wanted(found):
-            return
-
-
-def _least_with_more(played: dict[int, float], most: int) -> float:
-    """The least seconds with more blocks kept, up to ``most``, than were played: each saves as the one before it, and
+def _least_with_more(planned: dict[int, float], most: int) -> float:
+    """The least seconds with more blocks kept, up to ``most``, than were planned: each saves as the one before it, and
     what it moves costs as much or more, so the last gain per block is the most that is to come.
     """
-    if len(played) < 2:
+    if len(planned) < 2:
         return -math.inf
-    (few, before), (many, now) = list(played.items())[-2:]
-    gain = (before - now) / (many - few)
-    return now - gain * (most - many) if gain > 0 else math.inf
+    (few, before), (many, now) = list(planned.items())[-2:]
+    return now - max(before - now, 0.0) / (many - few) * (most - many)
 
 
 def _kept(way: Way, most: int) -> dict[int, float]:

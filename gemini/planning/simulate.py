@@ -10,13 +10,14 @@ task that it waits for, or that this one waits for, and its cause gets the time.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.costs import Costs, Efficiency, Grid, MeshSizes
 from gemini.planning.fluid import TaskTimes
 from gemini.planning.hardware import Hardware
 from gemini.planning.plan import SCHEDULES, Plan
-from gemini.planning.schedules import COMPUTING, LAUNCHING, STEPS, Change, Graph, Work, overlapped, serial
+from gemini.planning.schedules import COMPUTING, LAUNCHING, STEPS, Change, Graph, Work, least_of, overlapped, serial
 from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.planning.traffic import Traffic, by_name
 from gemini.tiers import Tier
@@ -29,10 +30,7 @@ def timeline_of(graph: Graph, *, title: str, is_serial: bool) -> Timeline:
     """Play ``graph`` and tell of its last whole step."""
     plan = graph.work.plan
     run = graph.fluid.run()
-    if is_serial:
-        step, begin, end = 0, 0.0, max(run.stop)
-    else:
-        step, begin, end = STEPS - 1, run.start[graph.begins[-2]], run.start[graph.begins[-1]]
+    step, (begin, end) = 0 if is_serial else STEPS - 1, _last_step(graph, run, is_serial=is_serial)
     moved: Traffic = Counter()
     for task in graph.tasks:
         if task.step == step and task.hop.boundary is not None:
@@ -50,6 +48,11 @@ def timeline_of(graph: Graph, *, title: str, is_serial: bool) -> Timeline:
         budgets=dict(plan.problem.budgets),
         moments=tuple(hop.name for hop in graph.work.computing),
     )
+
+
+def _last_step(graph: Graph, run: TaskTimes, *, is_serial: bool) -> tuple[float, float]:
+    """When the last whole step begins, and when it ends."""
+    return (0.0, max(run.stop)) if is_serial else (run.start[graph.begins[-2]], run.start[graph.begins[-1]])
 
 
 def _spans(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Span, ...]:
@@ -182,6 +185,45 @@ def simulate(
         raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(map(repr, SCHEDULES))}")
     if clipping and plan.problem.gradients == "transient":
         raise ValueError('clipping needs the gradients of the whole model, and gradients="transient" keeps none')
+    clips, ranks = plan.problem.gradients != "transient" if clipping is None else clipping, plan.layout.ranks
+    work = _work(plan, hardware, schedule, update_threads=update_threads, efficiency=efficiency, mesh=mesh)
+    title = f"{plan.trace.model} on {f'{ranks} x ' if ranks > 1 else ''}{hardware.name}, {schedule}"
+    graph = serial(work) if schedule == "serial" else overlapped(work, clipping=clips)
+    return timeline_of(graph, title=title, is_serial=schedule == "serial")
+
+
+FEW, MANY = 2, 4
+"""Micro-batches of a step that is played in the place of one with more than ``MANY``: each further one takes as long as
+the mean of those between the two.
+"""
+
+
+def step_seconds(plan: Plan, hardware: Hardware, schedule: str) -> float:
+    """How long a step takes as :func:`simulate` has it; with more than ``MANY`` micro-batches as that goes on."""
+    if plan.accumulate > MANY:
+        few, many = (step_seconds(replace(plan, accumulate=n), hardware, schedule) for n in (FEW, MANY))
+        return many + (plan.accumulate - MANY) * (many - few) / (MANY - FEW)
+    work, is_serial = _work(plan, hardware, schedule), schedule == "serial"
+    graph = serial(work) if is_serial else overlapped(work, clipping=plan.problem.gradients != "transient")
+    begin, end = _last_step(graph, graph.fluid.run(), is_serial=is_serial)
+    return end - begin
+
+
+def bound_of(plan: Plan, hardware: Hardware, schedule: str) -> float:
+    """Seconds that no step of the plan is below, mostly within a tenth, and told without playing it."""
+    return least_of(_work(plan, hardware, schedule), is_serial=schedule == "serial")
+
+
+def _work(
+    plan: Plan,
+    hardware: Hardware,
+    schedule: str,
+    *,
+    update_threads: int | None = None,
+    efficiency: Efficiency | None = None,
+    mesh: MeshSizes | None = None,
+) -> Work:
+    """Arguments and errors as of :func:`simulate`."""
     ranks = plan.layout.ranks
     grid = _grid(plan, hardware, MeshSizes(dp=ranks) if mesh is None else mesh)
     _check(plan, hardware, grid.per_machine)
@@ -195,11 +237,7 @@ def simulate(
         update_threads=update_threads,
     )
     recorded_here = (plan.trace.target == "cpu") == (plan.problem.compute is Tier.CPU)
-    work = Work(plan, costs, grid, measured=recorded_here and plan.trace.seconds is not None)
-    clips = plan.problem.gradients != "transient" if clipping is None else clipping
-    graph = serial(work) if schedule == "serial" else overlapped(work, clipping=clips)
-    title = f"{plan.trace.model} on {f'{ranks} x ' if ranks > 1 else ''}{hardware.name}, {schedule}"
-    return timeline_of(graph, title=title, is_serial=schedule == "serial")
+    return Work(plan, costs, grid, measured=recorded_here and plan.trace.seconds is not None)
 
 
 def _grid(plan: Plan, hardware: Hardware, mesh: MeshSizes) -> Grid:

@@ -11,25 +11,7 @@ from dataclasses import fields, replace
 from itertools import groupby
 from typing import TypeVar
 
-from gemini.planning.plan import Plan
-from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Moment, TracedParam, kept_among
-
-# ---- more micro-batches ----------------------------------------------------------------------------------------------
-
-FEW, MANY = 2, 4
-"""Micro-batches of a step that is played in the place of one with more than ``MANY``: each further one takes as long as
-the mean of those between the two.
-"""
-
-
-def step_seconds(plan: Plan, play: Callable[[Plan], Timeline]) -> float:
-    """How long a step takes as it is played; with more than ``MANY`` micro-batches as that goes on."""
-    if plan.accumulate <= MANY:
-        return play(plan).step_seconds
-    few, many = (play(replace(plan, accumulate=number)).step_seconds for number in (FEW, MANY))
-    return many + (plan.accumulate - MANY) * (many - few) / (MANY - FEW)
-
 
 # ---- more layers -----------------------------------------------------------------------------------------------------
 
