@@ -33,21 +33,15 @@ _SPINS = "1000"
 
 
 class Command(NamedTuple):
-    """What a command does, the record of its options (None: TRL's), and the module of its job, whose function has the
-    command's name. It is imported when it is asked for, since torch takes seconds.
+    """What a command does, and the record of its options, None: TRL's. The job of a record is the function of its name
+    in the module of its name, which is imported when it is asked for, since torch takes seconds.
     """
 
     about: str
     record: type | None = None
-    module: str = "train"
 
 
-_RECORDS: dict[str, tuple[type, str]] = {
-    "trace": (settings.TraceSettings, "trace"),
-    "plan": (settings.PlanSettings, "plan"),
-    "doctor": (settings.DoctorSettings, "doctor"),
-    "demo": (settings.DemoSettings, "train"),
-}
+_RECORDS = {"trace": settings.TraceSettings, "plan": settings.PlanSettings, "doctor": settings.DoctorSettings}
 _TRAINERS = {
     "train": "Finetune or pretrain on text, prompts or chats: `gemini sft`, for short.",
     "sft": "Finetune or pretrain a language model on text, prompts or chats.",
@@ -58,12 +52,14 @@ _TRAINERS = {
     "rloo": "The same with a baseline of the other answers of a group.",
     "distillation": "Train on what a teacher says of each token of the model's own answers.",
 }
+_DEMO = (
+    "Train a GPT-2-shaped model on Python's own library in less memory than it needs, and check the result. "
+    "Its options are those of gemini sft."
+)
 _TRL = "TRL's trainer, options and YAML (--config) in the memory given. Ctrl-C saves a checkpoint."
 COMMANDS = {
-    **{
-        name: Command(" ".join(str(record.__doc__).split()), record, module)
-        for name, (record, module) in _RECORDS.items()
-    },
+    **{name: Command(" ".join(str(record.__doc__).split()), record) for name, record in _RECORDS.items()},
+    "demo": Command(_DEMO),
     **{name: Command(f"{about} {_TRL}") for name, about in _TRAINERS.items()},
 }
 
@@ -106,20 +102,24 @@ def _run(name: str, words: list[str]) -> int:
         return 0 if name else REFUSED
     if name not in COMMANDS:
         raise JobError(f"No such command: {name}. There are {', '.join(COMMANDS)}.")
-    about, record, module = COMMANDS[name]
+    about, record = COMMANDS[name]
     console = Console(markup=False, highlight=False, soft_wrap=True)  # text as it is, colours on a terminal alone
     if record is None:
         if not sys.stderr.isatty():
             os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars are for those who look on
-        from gemini.jobs.train import train
+        from gemini.jobs.train import demo, train
 
-        return train("sft" if name == "train" else name, words, console, about)
+        return (
+            demo(words, console, about)
+            if name == "demo"
+            else train("sft" if name == "train" else name, words, console, about)
+        )
     parser = settings.RecordParser(name, about, record)
     if {"-h", "--help"} & {*words}:
         parser.print_help()
         return 0
     asked = parser.read(words)
-    return int(getattr(importlib.import_module(f"gemini.jobs.{module}"), name)(asked, console))
+    return int(getattr(importlib.import_module(f"gemini.jobs.{name}"), name)(asked, console))
 
 
 def _say(words: str, cause: BaseException, code: int) -> int:

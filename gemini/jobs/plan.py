@@ -14,7 +14,7 @@ from rich.status import Status
 from gemini.errors import BudgetExceeded, GeminiError
 from gemini.jobs import REFUSED, JobError, refusing
 from gemini.jobs.plan_report import Report, describe, named, screen
-from gemini.jobs.planner import RUNNERS_UP, Way, as_options, choose, options_of, run_by
+from gemini.jobs.planner import RUNNERS_UP, Found, Way, as_options, choose, options_of, run_by
 from gemini.jobs.screen import progress, say, write
 from gemini.jobs.settings import MAIN, PlanSettings
 from gemini.jobs.trace import params_of
@@ -45,8 +45,7 @@ def plan(settings: PlanSettings, console: Console) -> int:
             f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
         )
     with progress("tracing the step") as status:
-        planning = _plan_over_mesh if settings.mesh else _plan_together if settings.with_ else _plan_whole
-        report, made, timeline = planning(way, status)
+        report, made, timeline = (_plan_over_mesh if settings.mesh else _plan_whole)(way, status)
     if settings.json:
         print(json.dumps(report, indent=1))
         console.quiet = True
@@ -66,60 +65,40 @@ def plan(settings: PlanSettings, console: Console) -> int:
 
 
 def _plan_whole(way: Way, status: Status) -> Answer:
-    """Of a model that ranks share as params alone."""
-    chosen, played = None, None
+    """Of a model that ranks share as params alone, perhaps with others that compute in turn, before it."""
+    found, candidates = list[Found](), 0
     if way.settings.chooses:
         way, found, candidates = choose(way, status)
-        if found:
-            chosen = {"options": options_of(way), "candidates": candidates, "played": len(found)}
-            played = found[1 : RUNNERS_UP + 1]
     status.update("choosing homes and moves ...")
+    settings, machine, together, before = way.settings, way.machine, None, 0.0
     made = timeline = None
     try:
-        made = way.plan()
+        together = way.plan_together() if settings.with_ else None
+        made = way.plan() if together is None else together.plans[MAIN]
     except BudgetExceeded as e:
-        report = describe(way.settings, way.machine, way.trace().forms[-1], refusal=e)
+        report = describe(settings, machine, way.trace().forms[-1], refusal=e)
     else:
-        if way.machine.hardware is not None:
+        if machine.hardware is not None:
             status.update("simulating the step ...")
             timeline = way.play(made)
-        report = describe(way.settings, way.machine, made.trace, made, timeline)
-        if chosen is not None:
-            hours = None if timeline is None else 1e6 / timeline.tokens_per_second / 3600
-            report["fastest"] = chosen | {"hours_per_million": hours, **run_by(way, made)}
-    if played is not None:
-        report["alternatives"] += [
-            _alternative(
-                options_of(other.way),
-                True,
-                None if timeline is None else report["tokens"] / other.seconds,
-                f"{'' if other.is_played else 'at least '}{max(1 - found[0].seconds / other.seconds, 0):.1%} less",
+            others = () if together is None else (plan for name, plan in together.plans.items() if name != MAIN)
+            before = sum(way.play(plan).step_seconds for plan in others)
+        report = describe(settings, machine, made.trace, made, timeline, together=together, before=before)
+    if found and made is not None:
+        chosen = {"options": options_of(way), "candidates": candidates, "played": len(found)}
+        hours = None if timeline is None else 1e6 / timeline.tokens_per_second / 3600
+        report["fastest"] = chosen | {"hours_per_million": hours, **run_by(way, made)}
+        for next_best in found[1 : RUNNERS_UP + 1]:
+            rate = None if timeline is None else report["tokens"] / next_best.seconds
+            least, less = "" if next_best.is_played else "at least ", 1 - found[0].seconds / next_best.seconds
+            report["alternatives"].append(
+                _alternative(options_of(next_best.way), True, rate, f"{least}{max(less, 0):.1%} less")
             )
-            for other in played
-        ]
-    elif way.settings.alternatives or made is None:
+    elif settings.alternatives or (made is None and not settings.with_):
         for number, other in enumerate(_alternatives(way, made is not None, timeline), 1):
             report["alternatives"].append(other)
             status.update(f"planning what else it could do, {number} of about 8 ...")
     return report, made, timeline
-
-
-def _plan_together(way: Way, status: Status) -> Answer:
-    """Of a model, and of others that compute in turn with it: its own answer, beside what the others have."""
-    try:
-        together = way.plan_together()
-    except BudgetExceeded as e:
-        return describe(way.settings, way.machine, way.trace().forms[-1], refusal=e), None, None
-    made, timeline, seconds = together.plans[MAIN], None, 0.0
-    if way.machine.hardware is not None:
-        status.update("simulating the step ...")
-        timeline = way.play(made)
-        seconds = sum(way.play(plan).step_seconds for name, plan in together.plans.items() if name != MAIN)
-    return (
-        describe(way.settings, way.machine, made.trace, made, timeline, together=together, before=seconds),
-        made,
-        timeline,
-    )
 
 
 # ---- what else the machine could do ----------------------------------------------------------------------------------

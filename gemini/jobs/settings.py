@@ -4,7 +4,9 @@ how argparse reads it; ``check`` says which do not go together. No torch is impo
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError
+import copy
+import re
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, HelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -95,6 +97,19 @@ def picture_file(text: str) -> Path:
     return Path(new_file(text))
 
 
+class Help(HelpFormatter):
+    """Says an option by one of its names: whether its words stand apart by ``-`` or ``_`` is the same."""
+
+    def _format_action_invocation(self, action: Action) -> str:
+        names = action.option_strings
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in names if "-" not in name[2:]] or names
+        return super()._format_action_invocation(shown)
+
+    def _get_default_metavar_for_optional(self, action: Action) -> str:
+        return action.dest.rstrip("_").upper()
+
+
 class Refusing(ArgumentParser):
     """Says what is wrong in one paragraph."""
 
@@ -113,7 +128,8 @@ class RecordParser(Refusing):
     """The command line of a command whose options are the fields of a record."""
 
     def __init__(self, name: str, about: str, record: type) -> None:
-        super().__init__(prog=f"gemini {name}", description=about, allow_abbrev=False, argument_default=SUPPRESS)
+        how: dict[str, Any] = {"allow_abbrev": False, "argument_default": SUPPRESS, "formatter_class": Help}
+        super().__init__(prog=f"gemini {name}", description=about, **how)
         self._record = record
         groups: dict[str | None, Any] = {None: self}
         for option in fields(record):
@@ -137,7 +153,7 @@ class RecordParser(Refusing):
 
     def read(self, words: Sequence[str]) -> Any:
         """The record, checked for itself; what was left out has its default."""
-        given = vars(self.parse_args(words))
+        given = vars(self.parse_args([re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), w) for w in words]))
         record = self._record(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
         record.check()
         return record
@@ -408,18 +424,7 @@ class PlanSettings(_Step):
         return TraceSettings(**asked | more)
 
 
-# ---- demo, doctor ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoSettings(Record):
-    """Train a GPT-2-shaped model on Python's own library in less memory than it needs, and check the result."""
-
-    steps: int = opt(None, "Optimizer steps.", 40, least=1)
-    cpu_memory: str | None = opt(None, "Budget in host memory. (Default: a part of what the model needs.)", type=size)
-    nvme_path: Path | None = opt(None, "A folder for the rest. (Default: a new one in --out.)")
-    out: Path = opt(None, "A folder for the model.", Path("runs/demo"))
-    seed: int = opt(None, "Draws the weights, the order of the text and dropout.", 0, least=0)
+# ---- doctor ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

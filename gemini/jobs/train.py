@@ -13,10 +13,9 @@ import os
 import shlex
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,14 +36,11 @@ import gemini.integrations.trl as ready
 from gemini.errors import BudgetExceeded, counted
 from gemini.integrations.beside import budget_for
 from gemini.integrations.callbacks import LinesCallback, Position, StopCallback, identity_of
-from gemini.integrations.huggingface_save import last_whole
 from gemini.integrations.metrics import MetricsCallback
 from gemini.jobs import JobError, refusing
 from gemini.jobs.models import ModelSource, find_model, hush, tokenizer_of
 from gemini.jobs.parts import check_start, claimed, open_data, prepare_out, words_of
-from gemini.jobs.planner import as_options
 from gemini.jobs.screen import budget_lines, in_options
-from gemini.jobs.settings import DemoSettings
 from gemini.jobs.trace import params_of
 from gemini.jobs.train_options import GeminiArguments, Options, Parser, options_of, precision_of, stem
 from gemini.patches import replaced
@@ -419,49 +415,51 @@ _PARAMS = 124_439_808
 _HELD_OUT, _SEQ_LEN = 8, 128
 
 
-def demo(asked: DemoSettings, console: Console) -> int:
+_DEMO = {
+    "model_name_or_path": "gpt2-small",
+    "dataset_name": str(Path(sysconfig.get_path("stdlib"), "[a-s]*.py")),
+    "output_dir": "runs/demo",
+    "max_length": _SEQ_LEN,
+    "per_device_train_batch_size": 2,
+    "max_steps": 40,
+    "learning_rate": 6e-4,
+    "lr_scheduler_type": "cosine",
+    "gradient_checkpointing": False,
+    # A part of what weights and states take in bf16 with Adam, 12 bytes for each param; room for all.
+    "cpu_memory": int(0.15 * 12 * _PARAMS),
+    "nvme_memory": 16 * _PARAMS,
+    "save_strategy": "no",
+    "resume_from_checkpoint": "auto",  # of a demo that was stopped
+}
+
+
+def demo(words: Sequence[str], console: Console, about: str = "") -> int:
     """The README's demo: a GPT-2-shaped model learns Python from the machine's own library, in less memory than it
-    needs, by ``gemini sft``. Returns 0 if the loss fell and the saved model is the one that was trained.
+    needs, by ``gemini sft`` with other defaults. Returns 0 if the loss fell and the saved model is what was trained.
     """
+    hush()
+    parser = Parser("sft", about, "demo", **_DEMO)
+    if {"-h", "--help"} & {*words}:
+        parser.print_help()
+        return 0
     if (number := launch.num_processes()) > 1:
         raise JobError(f"`gemini demo` runs in one process, and {number} were started. Start it without torchrun.")
-    hush()
-    said = {option.name: value for option in fields(asked) if (value := getattr(asked, option.name)) != option.default}
+    asked = parser.read(words).values
+    out, device = asked.output_dir, torch.device("cpu" if asked.use_cpu else "cuda")
+    # Beside the model by default, and not where temporary files go: that may be memory.
+    asked.nvme_path = asked.nvme_path or [out]
+    asked.warmup_steps = asked.warmup_steps or min(10, asked.max_steps // 4)
     library = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(library.glob("t*.py")))[: _HELD_OUT * _SEQ_LEN]
-    held_out = torch.tensor(list(text)).reshape(_HELD_OUT, _SEQ_LEN)
-    # Beside the model by default, and not where temporary files go: that may be memory.
-    with claimed(asked.out), tempfile.TemporaryDirectory(dir=asked.out, prefix="nvme-") as own_folder:
-        words = {
-            "model_name_or_path": "gpt2-small",
-            "dataset_name": library / "[a-s]*.py",
-            "max_length": _SEQ_LEN,
-            "per_device_train_batch_size": 2,
-            "max_steps": asked.steps,
-            "learning_rate": 6e-4,
-            "warmup_steps": min(10, asked.steps // 4),
-            "lr_scheduler_type": "cosine",
-            "gradient_checkpointing": "false",
-            "use_cpu": not torch.cuda.is_available(),
-            # A part of what weights and states take in bf16 with Adam, 12 bytes for each param; room for all.
-            "cpu_memory": asked.cpu_memory or int(0.15 * 12 * _PARAMS),
-            "nvme_memory": 16 * _PARAMS,
-            "nvme_path": asked.nvme_path or own_folder,
-            "output_dir": asked.out,
-            "save_strategy": "no",
-            "seed": asked.seed,
-        }
-        if last_whole(str(asked.out)):  # of a demo that was stopped
-            words["resume_from_checkpoint"] = "auto"
-        given = Parser("sft").read([word for name, value in words.items() for word in (f"--{name}", str(value))])
-        run = Run(options_of(given), console)
-        device = run.options.args.device
-        first = _mean_loss(run.model, held_out.to(device))
-        if (code := run.go(f"gemini demo {as_options(said)}".rstrip())) == 130:
+    held_out = torch.tensor(list(text), device=device).reshape(_HELD_OUT, _SEQ_LEN)
+    with claimed(Path(out)):
+        run = Run(options_of(parser), console)
+        first = _mean_loss(run.model, held_out)
+        if (code := run.go(shlex.join(["gemini", "demo", *words]))) == 130:
             return code
-        last = _mean_loss(run.model, held_out.to(device))
-    plain = transformers.AutoModelForCausalLM.from_pretrained(asked.out, dtype=torch.bfloat16, local_files_only=True)
-    reloaded = _mean_loss(plain.to(device), held_out.to(device))
+        last = _mean_loss(run.model, held_out)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16, local_files_only=True)
+    reloaded = _mean_loss(plain.to(device), held_out)
     fell = "it fell" if last < first else "IT DID NOT FALL"
     same = "the same bits" if reloaded == last else "NOT THE SAME"
     console.print(f"loss on held-out text: {first:.4f} before, {last:.4f} after: {fell}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +18,7 @@ from accelerate import ParallelismConfig
 from gemini.config import GeminiConfig, MemoryBudget
 from gemini.jobs import JobError, refusing
 from gemini.jobs.parts import is_text
-from gemini.jobs.settings import Refusing, at_least, check_together, seed, size, tiles
+from gemini.jobs.settings import Help, Refusing, at_least, check_together, seed, size, tiles
 from gemini.planning import document
 from gemini.planning.plan import Plan
 from gemini.planning.rules import RULES, STATES, name_of, rule_named
@@ -111,12 +111,21 @@ class Options(NamedTuple):
     config: GeminiConfig  # how the model is managed
 
 
+class _Help(Help, ArgumentDefaultsHelpFormatter):
+    """With what is taken by default, where that is something."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class Parser(Refusing, _TrlParser):
-    """TRL's for a ``kind`` ("sft", ...), which keeps apart what was ``said``; ``values``: every option, once read."""
+    """TRL's for a ``kind`` ("sft", ...), perhaps by another ``name`` and with other ``defaults``. It keeps apart what
+    was ``said``; ``values``: every option, once read.
+    """
 
     values: Namespace
 
-    def __init__(self, kind: str, about: str = "") -> None:
+    def __init__(self, kind: str, about: str = "", name: str = "", **defaults: Any) -> None:
         scripts: Any = trl.ScriptArguments
         if kind in ("grpo", "rloo"):
             module = __import__(f"trl.scripts.{kind}", fromlist=["scripts"])
@@ -125,12 +134,13 @@ class Parser(Refusing, _TrlParser):
             raise JobError(f"gemini {kind} needs a newer trl than {trl.__version__}, which has no such trainer.")
         records = (scripts, config, trl.ModelConfig, trl.DatasetMixtureConfig, GeminiArguments)
         self.kind = kind
-        how = {"usage": f"gemini {kind} [OPTIONS]", "description": about, "allow_abbrev": False}
-        _TrlParser.__init__(self, records, prog=f"gemini {kind}", **how)
+        prog = f"gemini {name or kind}"
+        how = {"usage": f"{prog} [OPTIONS]", "description": about, "allow_abbrev": False, "formatter_class": _Help}
+        _TrlParser.__init__(self, records, prog=prog, **how)
         self.said: dict[str, Any] = {}
         for action in self._actions:
             action.type = _KINDS.get(action.dest, action.type)
-        super().set_defaults_with_config(**_OURS, use_cpu=not torch.cuda.is_available())
+        super().set_defaults_with_config(**_OURS, use_cpu=not torch.cuda.is_available(), **defaults)
 
     def set_defaults_with_config(self, **given: Any) -> list[str]:
         """Of a YAML file, whose values are read as those of the command line are."""

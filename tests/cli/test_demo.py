@@ -20,7 +20,7 @@ def test_several_processes_are_refused_once(
     monkeypatch.setattr("gemini.cli.PATIENCE_S", 0)
     for rank, says in ((0, "`gemini demo` runs in one process, and 2 were started."), (1, "")):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        result = gemini_command("demo", "--out", tmp_path / "out")
+        result = gemini_command("demo", "--output_dir", tmp_path / "out")
         assert result.exit_code == 2 and says in " ".join(result.stderr.split())
         assert bool(result.stderr) == bool(says)
 
@@ -32,11 +32,11 @@ def test_the_demo_keeps_its_promises(gemini_command: Command, tmp_path: Path, mo
     """
     out = tmp_path / "out"
     with claimed(out):
-        refused(gemini_command("demo", "--out", out), "is in use: another job writes into it")
-    assert ": it fell" in gemini_command.ok("demo", "--steps", 1, "--out", tmp_path / "one").stdout
+        refused(gemini_command("demo", "--output_dir", out), "is in use: another job writes into it")
+    assert ": it fell" in gemini_command.ok("demo", "--max_steps", 1, "--output_dir", tmp_path / "one").stdout
     with monkeypatch.context() as patch:
         patch.setattr(StopCallback, "__enter__", lambda stop: setattr(stop, "wanted", True))
-        stopped = gemini_command("demo", "--steps", 6, "--out", out)
+        stopped = gemini_command("demo", "--max_steps", 6, "--output_dir", out)
     assert stopped.exit_code == 130 and "Stopped after step 1 of 6." in stopped.stdout
     again = stopped.stdout.partition("To go on: gemini ")[2].split()
     result = gemini_command.ok(*again)

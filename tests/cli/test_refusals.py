@@ -127,8 +127,8 @@ REQUESTS = {
     "doctor --json mine.json": "--json needs --measure",
     "doctor --measure --json absent/mine.json": "there is no folder absent",
     "doctor --measure --json .": "is a folder",
-    "demo --seed=-1 --out out": "argument --seed: must be at least 0",
-    "demo --cpu-memory 'a lot' --out out": "argument --cpu-memory: size: cannot read 'a lot'",
+    "demo --seed=-1 --output_dir out": "argument --seed: must be at least 0",
+    "demo --cpu-memory 'a lot' --output_dir out": "argument --cpu_memory/--cpu-memory: size: cannot read 'a lot'",
 }
 
 
