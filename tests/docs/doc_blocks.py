@@ -195,13 +195,13 @@ def _check_gemini(words: list[str], whole: bool) -> None:
     if command.record is None:
         from gemini.jobs.train_options import Parser, options_of
 
-        parser = Parser("sft" if words[0] == "train" else words[0])
+        parser = Parser("sft" if words[0] in ("train", "demo") else words[0])
         from_file = "--config" in rest
         if from_file:
             at = rest.index("--config")
             rest = rest[:at] + rest[at + 2 :]
         given = parser.read(rest)
-        if whole and not from_file:
+        if whole and not from_file and words[0] != "demo":
             num = max(1, given.values.tp * given.values.cp * given.values.ep * given.values.replicas)
             options_of(given, num)
     elif whole:
