@@ -51,6 +51,7 @@ except ImportError as e:
 from .beside import manage_beside
 from .rules import owns_managed, to_hybrid
 from .settings import Parallel, check_config, check_precision, config_of, parallel_of, resolve_config, warn_half
+from .turns import Turns
 
 _STATE_ID = "gemini.json"
 Pairs = list[tuple[str, Any, HybridOptimizer]]
@@ -87,6 +88,7 @@ class GeminiAccelerator(Accelerator):
     _gemini_parallel: Parallel
     _gemini_beside: list[nn.Module] | None = None
     """What is evaluated beside the model that is trained, and managed together with it; None: it stays plain."""
+    _gemini_turns: Turns
 
     def __init__(self, *args: Any, gemini_config: GeminiConfig | None = None, **kwargs: Any):
         flag = kwargs.pop("mixed_precision", None)
@@ -128,6 +130,7 @@ class GeminiAccelerator(Accelerator):
         if self._sharing > 1:
             self._let_ranks_read()
         self._gemini_config, self._gemini_flag = config, flag
+        self._gemini_turns = Turns()
         if flag == "fp16" or (config is not None and config.precision == "fp16"):
             self._scale_losses()
         if reduce_always:
@@ -168,13 +171,16 @@ class GeminiAccelerator(Accelerator):
             if config_of(model).precision == "fp16":  # type: ignore[union-attr]
                 self._scale_losses()
             self._manage_beside(model, config_of(model))
+            self._gemini_turns.watch(model)
             return model
         if len({str(where) for where in (getattr(model, "hf_device_map", None) or {}).values()}) > 1:
             raise ValueError("the model was spread out with device_map=: load it without, Gemini places its weights")
         config = resolve_config(
             self._gemini_config, self._gemini_flag, self.device, accumulates=self.gradient_accumulation_steps > 1
         )
-        return GeminiDDP(model, self._manage_beside(model, config), mesh=self._gemini_parallel.mesh)
+        model = GeminiDDP(model, self._manage_beside(model, config), mesh=self._gemini_parallel.mesh)
+        self._gemini_turns.watch(model)
+        return model
 
     def _manage_beside(self, model: nn.Module, config: Any) -> Any:
         """Manage what is evaluated beside ``model``; the config for that one. A model with a budget of its own alone,
@@ -187,7 +193,11 @@ class GeminiAccelerator(Accelerator):
             for each in beside:
                 super().prepare_model(each, evaluation_mode=True)
             return config
-        return manage_beside(beside, model, config, self._gemini_parallel.mesh)
+        config = manage_beside(beside, model, config, self._gemini_parallel.mesh)
+        for each in beside:
+            if isinstance(each, GeminiDDP):
+                self._gemini_turns.watch(each)
+        return config
 
     @property
     def context_size(self) -> int:
@@ -207,6 +217,26 @@ class GeminiAccelerator(Accelerator):
     def sequence_batch(self, batch: Any) -> Any:
         """This rank's part of a batch (:func:`gemini.sequence_batch`); without ``cp_size`` the batch as it is."""
         return batch if self.context_size == 1 else sequence_batch(batch, self._gemini_parallel.mesh)
+
+    def gather(self, tensor: Any) -> Any:
+        """As accelerate's, when all ranks have ended what they do in the model: they may generate other lengths."""
+        self._gemini_turns.leave()
+        return super().gather(tensor)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's, after all ranks have ended what they do in the model."""
+        self._gemini_turns.leave()
+        return super().reduce(*args, **kwargs)
+
+    def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's, after all ranks have ended what they do in the model."""
+        self._gemini_turns.leave()
+        return super().pad_across_processes(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """As accelerate's, after all ranks have ended what they do in the model."""
+        self._gemini_turns.leave()
+        super().wait_for_everyone()
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's. Ranks that share a batch (``cp_size``, ``sp_size``, ``tp_size``) have the same: it counts

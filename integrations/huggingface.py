@@ -9,7 +9,9 @@ model is managed when training, evaluation or prediction begins, so that whateve
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,6 +26,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import StorageError, warn
 from gemini.optim.elementwise import PlainSGDRule, SGDRule
 from gemini.patches import replaced
+from gemini.planning.plan import Plan
 from gemini.ranks.agree import Attempt, Point
 from gemini.ranks.wire import collectives_of
 from gemini.rules import AdamRule, UpdateRule, rule_of
@@ -67,6 +70,8 @@ from .rules import BY_NAME, class_of, owns_managed, rule_of_name, to_hybrid
 from .settings import ORDERS, check_config, check_precision, config_of, order_of, warn_half
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+ANSWERS = "generated"
+"""Begins the name of the file of a checkpoint with what a rank has generated and not used up."""
 _PEERS = ("deepspeed", "fsdp", "megatron_lm")
 
 
@@ -132,6 +137,28 @@ def check_managed_args(args: Any, config: GeminiConfig | None) -> None:
         )
 
 
+def with_offloading(args: Any, there: GeminiConfig | None, config: GeminiConfig | None) -> GeminiConfig | None:
+    """The config that does what TRL's ``activation_offloading=True`` asks for, of a model that is to be managed;
+    ``there``: that of one that is.
+    """
+    if not args.gradient_checkpointing:
+        raise ValueError(
+            "activation_offloading=True moves what checkpointed blocks keep to host memory, and "
+            "gradient_checkpointing=False: give both as True"
+        )
+    said = there or config or GeminiConfig()
+    plan = said.placement if isinstance(said.placement, Plan) else None
+    if said.offload_activations is not None or (plan is not None and plan.offload_activations is not None):
+        return config
+    if there is not None or plan is not None:
+        what = "the model is managed already, and" if there is not None else "the plan"
+        raise ValueError(
+            f"activation_offloading=True, but {what} keeps activations where they are: leave it out, or say "
+            'GeminiConfig(offload_activations="cpu") when the model is managed or planned'
+        )
+    return replace(said, offload_activations="cpu")
+
+
 def use_one_gpu(args: Any) -> None:
     """Without torchrun the Trainer would put DataParallel around the model where it sees several GPUs."""
     if args.n_gpu > 1:
@@ -180,6 +207,8 @@ class GeminiTrainerMixin:
     state: Any
     control: Any
     callback_handler: Any
+    _step: int
+    _buffered_inputs: Any
     has_own_loss = False
     """Whether the loss is right on a part of the layers or sequences, where the stock trainer's is not."""
 
@@ -202,8 +231,13 @@ class GeminiTrainerMixin:
         self._gemini_run_dir: str | None = None
         self._gemini_random: dict[str, Any] | None = None
         self._gemini_evaluates = False
-        with _not_cast(kwargs.get("model", args[0] if args else None)):
-            super().__init__(*args, **kwargs)
+        self._gemini_restored: list[Any] = []
+        try:
+            with _not_cast(kwargs.get("model", args[0] if args else None)):
+                super().__init__(*args, **kwargs)
+        finally:
+            for given in self._gemini_restored:
+                given.activation_offloading = True
         self._gemini_check_loss()
         # First, since trackers are told of what is in the row when their turn comes; a sort keeps the order of others.
         self.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
@@ -227,6 +261,11 @@ class GeminiTrainerMixin:
         if config_of(self.model) is None:
             self._gemini_config = with_rule(self.args, self._gemini_config)
         check_managed_args(self.args, config_of(self.model) or self._gemini_config)
+        if getattr(self.args, "activation_offloading", False):
+            self._gemini_config = with_offloading(self.args, config_of(self.model), self._gemini_config)
+            # Hooks of TRL's would save weights, and need an accelerator: its own __init__, behind this, makes none.
+            self._gemini_restored.append(self.args)
+            self.args.activation_offloading = False
         use_one_gpu(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = GeminiAccelerator
@@ -280,6 +319,11 @@ class GeminiTrainerMixin:
         samples, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._gemini_steps.begin(samples)
         return samples, num_items
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of TRL's, which gathers rewards without the accelerator."""
+        self.accelerator._gemini_turns.leave()
+        return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
@@ -409,6 +453,13 @@ class GeminiTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_states(self, output_dir)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As the Trainer's, on every rank; and of TRL's trainers that generate, what they have not used up of that."""
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if getattr(self, "_buffered_inputs", None) is not None:
+            answers = {"step": self._step, "inputs": self._buffered_inputs}
+            torch.save(answers, Path(output_dir, f"{ANSWERS}_{self.args.process_index}.pt"))
+
     # ---- loading ------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -473,8 +524,11 @@ class GeminiTrainerMixin:
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps > 0:  # resumed at its end: the Trainer would add a step
             self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+            return
+        said = inspect.signature(super()._run_epoch).bind(*args, **kwargs).arguments  # type: ignore[misc]
+        if said["resume_from_checkpoint"] is not None and said["epoch"] == said["epochs_trained"]:
+            _pass_epochs(said["train_dataloader"], said["epoch"])
+        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_resumable(resume_from_checkpoint)
@@ -484,10 +538,19 @@ class GeminiTrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        self._gemini_load_answers(Path(checkpoint))
         if (Path(checkpoint) / STATES).is_dir():
             load_states(self, checkpoint)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _gemini_load_answers(self, checkpoint: Path) -> None:
+        files = [checkpoint / f"{ANSWERS}_{rank}.pt" for rank in range(self.args.world_size)]
+        # All ranks or none: of another number of ranks all generate anew.
+        if hasattr(self, "_buffered_inputs") and files == sorted(checkpoint.glob(f"{ANSWERS}_*.pt"), key=_number):
+            device = self.args.device if self.args.device.type != "cpu" else "cpu"
+            saved = torch.load(files[self.args.process_index], map_location=device, weights_only=True)
+            self._step, self._buffered_inputs = saved["step"], saved["inputs"]
 
     def _load_best_model(self) -> None:
         """From the exact masters where they were saved, and from the weights otherwise."""
@@ -498,6 +561,23 @@ class GeminiTrainerMixin:
         random_states = rng_states()
         load_checkpoint(states, self.model, self.optimizer.optimizer)
         set_rng_states(random_states)
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("_")[2])
+
+
+def _pass_epochs(loader: Any, num_epochs: int) -> None:
+    """Let a sampler with a generator of its own, which nobody tells the epoch (TRL's for prompts), draw what it has
+    drawn in so many epochs: else a run that goes on in a later one would begin again with the rows of the first.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner
+    own = isinstance(getattr(sampler, "generator", None), torch.Generator)
+    if sampler is not None and own and not hasattr(sampler, "set_epoch"):
+        for _ in range(num_epochs):
+            deque(sampler, maxlen=0)
 
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):

@@ -223,7 +223,8 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes
         gradients=gradients if plan is None else plan.problem.gradients,
         device=str(args.device),
         activations=ours.activations,
-        offload_activations=ours.offload_activations,
+        offload_activations=ours.offload_activations
+        or ("cpu" if getattr(args, "activation_offloading", False) else None),
         tile_tokens=ours.tile_tokens,
         optimizer=rule_named(ours.optimizer or "adamw"),
     )
@@ -251,13 +252,13 @@ def step_of(plan: Plan) -> dict[str, Any]:
 
 
 _APART = (
-    ("plan", "activations offload_activations", "where there is a plan, it says that"),
+    ("plan", "activations offload_activations activation_offloading", "where there is a plan, it says that"),
     ("plan", "tp cp ep", "a plan is of a whole model"),
     ("ep", "tp cp", "experts are shared with --replicas alone"),
     ("tp ep", "use_peft tile_tokens durable_every", "layers are cut, and there are no slices of these"),
 )
 _NEEDS = (
-    ("offload_activations", "gradient_checkpointing", "it moves what that keeps"),
+    ("offload_activations activation_offloading", "gradient_checkpointing", "it moves what that keeps"),
     ("load_in_4bit load_in_8bit", "use_peft", "weights in codes are frozen, and adapters trained"),
 )
 

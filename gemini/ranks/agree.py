@@ -295,6 +295,7 @@ class Point(IntEnum):
     BEGIN_STEP = 14, "a forward or backward (it begins)"
     PARK = 15, "parked()"
     SWAP = 16, "swapped_in()"
+    LEAVE = 17, "a collective of the Trainer (or of accelerate)"
 
 
 SERVED = (Point.GATHER, Point.READ)

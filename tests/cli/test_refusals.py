@@ -30,6 +30,7 @@ REQUESTS = {
     f"{JOB} --nvme-memory 1GiB": "nvme='1GiB') needs nvme_path=",
     f"{JOB} --durable_every 1": "durable=True) needs nvme_path=",
     f"{JOB} --gradient_checkpointing false --offload_activations cpu": "needs --gradient_checkpointing: it moves",
+    f"{JOB} --gradient_checkpointing false --activation_offloading": "needs --gradient_checkpointing: it moves",
     f"{JOB} --offload_activations disk": "invalid choice: 'disk'",
     f"{JOB} --offload_activations nvme": "needs MemoryBudget(nvme_path=...)",
     f"{JOB} --states 8bit": "argument --states: invalid choice: '8bit' (choose from",

@@ -1,5 +1,6 @@
 """TRL's trainers with a reference, rewards, a teacher: frozen and managed in the budget of the model they train."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -174,7 +175,7 @@ def one_run(kind: str, folder: Path, kill_at: int) -> Any:
     """A run that saves each step, whose process is killed at the end of a step; it goes on from what is there."""
     how: dict[str, Any] = {"bf16": True, "save_strategy": "steps", "save_steps": 1}
     if kind in ("GRPO", "RLOO"):
-        how["model"] = saved(folder / "policy")
+        how |= {"model": saved(folder / "policy"), "num_iterations": 2}  # answers are used in two steps
     trainer, _ = make(kind, folder / "run", True, budget(folder, shared=False), **how)
     trainer.add_callback(Killed(kill_at))
     there = [path for path in (folder / "run").glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
@@ -295,3 +296,31 @@ def test_what_shares_params_or_cannot_be_managed_stays_plain(tmp_path: Path) -> 
     assert not is_managed(judge) and not is_managed(odd) and isinstance(found.memory, gemini.SharedBudget)
     with pytest.raises(gemini.BudgetExceeded, match="LlamaForCausalLM, which is evaluated beside"):
         manage_beside([other()], policy, replace(config, memory=gemini.MemoryBudget(cpu="10KiB")), None)
+
+
+OFFLOADED = {"gradient_checkpointing": True, "activation_offloading": True}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_activation_offloading_of_trl_is_the_one_of_the_engine(kind: str, tmp_path: Path) -> None:
+    """And the arguments say afterwards what they were given, for the next trainer."""
+    found = []
+    for how in ({}, OFFLOADED, {**OFFLOADED, "activation_offloading": False}):
+        trainer, record = make(kind, tmp_path / str(len(found)), True, gemini.MemoryBudget(cpu="64MiB"), **how)
+        trainer.model.config.use_cache = False
+        on_cpu = pytest.warns(UserWarning, match="has no effect") if how is OFFLOADED else contextlib.nullcontext()
+        with on_cpu:  # where forward and backward run there is nothing to move to
+            trainer.train()
+        asked = world_of(trainer.model).config.offload_activations
+        assert asked == ("cpu" if how is OFFLOADED else None)
+        assert trainer.args.activation_offloading is (how is OFFLOADED)
+        found.append(record.of("loss"))
+    assert found[1] == found[2]
+
+
+def test_activation_offloading_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give both as True"):
+        make("SFT", tmp_path, True, activation_offloading=True, gradient_checkpointing=False)
+    plain = by_hand(gemini.MemoryBudget(cpu="64MiB"))
+    with pytest.raises(ValueError, match="the model is managed already, and keeps activations where they are"):
+        make("SFT", tmp_path, True, model=plain, **OFFLOADED)

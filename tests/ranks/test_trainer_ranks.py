@@ -135,6 +135,24 @@ def loop(folder: str) -> list[float]:
     return first + second
 
 
+def generate_apart(folder: str) -> tuple[list[int], int]:
+    """One rank generates longer than the other one, which waits in a collective of accelerate meanwhile."""
+    from gemini.integrations.accelerate import GeminiAccelerator
+
+    import gemini
+    from tests.integrations.trainer_cases import llama
+
+    memory = gemini.MemoryBudget(cpu="560KiB", nvme="16MiB", nvme_path=folder)
+    accelerator = GeminiAccelerator(cpu=True, gemini_config=gemini.GeminiConfig(memory=memory, max_chunk=4096))
+    model, rank, ids = accelerator.prepare(llama()), accelerator.process_index, torch.tensor([[5, 9, 2]])
+    found = []
+    for length in (2 + 6 * rank, 8 - 6 * rank):
+        with torch.no_grad():
+            found.append(model.generate(ids, max_new_tokens=length, do_sample=False, eos_token_id=None))
+        lengths = accelerator.gather(torch.tensor([found[-1].shape[1]])).tolist()
+    return lengths, accelerator.pad_across_processes(found[0], dim=1).shape[1]
+
+
 def test_a_trainer_of_two_ranks(pool_of: Pools, tmp_path: Path) -> None:
     """The whole batch in one process, within rounding; equal bits on both ranks; saving that ends; an exact resume."""
     folder = tmp_path / "two"
@@ -167,6 +185,10 @@ def test_a_model_that_is_not_of_transformers_is_saved_too(pool_of: Pools, tmp_pa
 def test_a_plain_loop_of_two_ranks(pool_of: Pools, tmp_path: Path) -> None:
     one, two = pool_of(2).run(loop, str(tmp_path / "state"), seconds=120)
     assert one == two
+
+
+def test_a_rank_that_waits_in_a_collective_serves_who_generates_longer(pool_of: Pools, tmp_path: Path) -> None:
+    assert pool_of(2).run(generate_apart, str(tmp_path), seconds=120) == [([11, 5], 11)] * 2
 
 
 @pytest.mark.parametrize("where", ["gather", "gather_function"])
