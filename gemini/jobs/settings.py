@@ -191,7 +191,7 @@ def check_together(
 
     def said(words: str) -> str:
         for name, _, value in (word.partition("=") for word in words.split()):
-            found = getattr(asked, name)
+            found = getattr(asked, name, None)
             if str(found) == value if value else found not in (None, False, defaults.get(name)):
                 return f"{spelled(name, sign)} {value}".rstrip()
         return ""
