@@ -24,6 +24,17 @@ from gemini.memory.durable.folder import has_commit
 _KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
+_COLUMNS = {
+    "sft": ("messages", "conversations", "prompt completion", "input_ids"),
+    "dpo": ("chosen rejected",),
+    "reward": ("chosen rejected", "chosen_ids rejected_ids"),
+    "kto": ("completion label", "chosen rejected"),
+    "grpo": ("prompt",),
+    "rloo": ("prompt",),
+}
+"""By kind of training the columns that TRL learns from, in one of several forms."""
+
+
 def is_text(name: str | None) -> bool:
     """Whether a name means plain text: a file or pattern of no kind of rows, or a folder of ``.txt`` files."""
     path = Path(name or "")
@@ -36,7 +47,7 @@ def _is_of_files(path: Path) -> bool:
     return path.is_file() or any(char in str(path) for char in "*?[")
 
 
-def open_data(script: Any, mixture: Any, args: Any) -> tuple[Any, Any]:
+def open_data(kind: str, script: Any, mixture: Any, args: Any) -> tuple[Any, Any]:
     """The rows to train on, and those to evaluate on or None; ``--test_split_size`` splits what has no test split."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
@@ -57,6 +68,14 @@ def open_data(script: Any, mixture: Any, args: Any) -> tuple[Any, Any]:
     rows = found[train]
     if hasattr(rows, "__len__") and (not len(rows) or (is_text(name) and not any(rows["text"]))):
         raise JobError(f"--dataset_name {name}: there is nothing in it to learn.")
+    columns, forms = rows.column_names or (), _COLUMNS.get(kind, ())
+    forms += (args.dataset_text_field,) if kind == "sft" else ()
+    if columns and forms and not any({*form.split()} <= {*columns} for form in forms):
+        wanted = ", or ".join(form.replace(" ", " and ") for form in forms)
+        raise JobError(
+            f"--dataset_name {name}: gemini {kind} learns from the columns {wanted}, and there are "
+            f"{', '.join(columns)}. Rename them as TRL's dataset formats have it."
+        )
     return rows, found[test] if evaluates else None
 
 

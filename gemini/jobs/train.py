@@ -105,7 +105,7 @@ class Run:
         store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
         if self.wire.rank == 0 and (words := check_start(args.resume_from_checkpoint or None, self.out, store)):
             self._say(words)
-        rows, held_out = open_data(script, options.mixture, args)
+        rows, held_out = open_data(options.kind, script, options.mixture, args)
         tokenizer, words = tokenizer_of(source, trust=args.trust_remote_code, revision=options.model.model_revision)
         self._say(f"data: {words_of(rows)}; {words}")
         if held_out is not None:

@@ -152,7 +152,7 @@ BAD = {
     "empty.jsonl": (b"", "--dataset_name"),
     "broken.jsonl": (b'{"text": "a"}\n{"text', "--dataset_name"),
     "data.parquet": (b"PAR1" + b"x" * 900, "--dataset_name"),
-    "odd.jsonl": (b'{"a": 1}\n', "gemini sft: "),
+    "odd.jsonl": (b'{"a": 1}\n', "gemini sft learns from the columns"),
     "wide.txt": ("some text".encode("utf-16"), "--dataset_name"),
     "program.py": (b"\x7fELF" + bytes(range(256)) * 20, "--dataset_name"),
     "nothing.txt": (b"", "there is nothing in it to learn"),
@@ -185,3 +185,25 @@ def test_text_for_training_and_evaluation_in_one_folder(train: Command, tmp_path
     (folder / "train-more.txt").write_bytes(gzip.compress(text.read_bytes()))  # which datasets opens by itself
     result = train.ok("--dataset_name", folder, "--eval_strategy", "steps")
     assert "data: 2 rows of text" in result.stdout and "to evaluate on: 1 row of text" in flat(result)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    {
+        "sft": "messages, or conversations, or prompt and completion, or input_ids, or text, and there are question",
+        "dpo": "chosen and rejected, and",
+        "kto": "completion and label, or chosen and rejected, and",
+        "reward": "chosen and rejected, or",
+        "grpo": "prompt, and",
+    }.items(),
+)
+def test_rows_of_other_columns_are_refused_before_the_model_is_made(
+    kind: str, says: str, train: Command, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1", "answer": "2"}\n')
+    words = ["--dataset_name", rows, *(["--reward_funcs", "accuracy_reward"] if kind == "grpo" else [])]
+    refused(
+        Command(kind, *train.words[1:5], "--output_dir", tmp_path / "out")(*words),
+        f"{kind} learns from the columns {says}",
+    )
