@@ -41,7 +41,7 @@ from gemini.memory.durable.folder import holder, is_store, last_commit, stores
 from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
-from gemini.train.checkpoint.durable import Stored, open_store
+from gemini.train.checkpoint.durable import open_store
 from gemini.train.checkpoint.format import decode
 
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
@@ -197,9 +197,6 @@ def measure_hooks(name: str = "cuda", repeats: int = 15) -> Figures:
 
 def _store(directory: Path) -> Iterator[str]:
     """What would be resumed from a store, and whether all of it is what was written; a StorageError if it is not."""
-    if not is_store(directory):
-        what = "has no folder store-0001" if directory.is_dir() else "is not a folder"
-        raise StorageError(f"{directory} is no durable store: it {what}. Give the nvme_path of a run")
     stored = open_store(directory)
     manifest, (record, *_) = stored.manifest, stored.commit.records
     # Before anything is printed: a run that goes on may remove the folder with its first commit to a newer one.
@@ -224,17 +221,13 @@ def _store(directory: Path) -> Iterator[str]:
     else:
         yield f"by gemini.load_checkpoint({str(store)!r}, ...)"
     yield f"reading {human_bytes(num_bytes)}"
-    yield _verified(directory, stored)
-
-
-def _verified(directory: Path, stored: Stored) -> str:
-    """Whether what is stored is what was written; a StorageError with the places that are not."""
     damaged = [words for file in stored.opened.values() for words in file.damage()]
     now = last_commit(directory)
-    if not damaged:
+    if (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence) and damaged:
+        yield "the run has overwritten it since. Ask again when the run has ended"
+    elif damaged:
+        places = "\n  ".join(damaged)
+        raise StorageError(f"{len(damaged)} damaged\n  {places}")
+    else:
         is_old = min(record.version for record in stored.commit.records) == 1
-        return "it can be read; version 1 has no checksums of it" if is_old else "all of it is what was written"
-    if (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
-        return "the run has overwritten it since. Ask again when the run has ended"
-    places = "\n  ".join(damaged)
-    raise StorageError(f"{len(damaged)} damaged\n  {places}")
+        yield "it can be read; version 1 has no checksums of it" if is_old else "all of it is what was written"

@@ -26,9 +26,6 @@ MOST_POSITIONS = 4096
 MAIN = "model"
 """What a model is called beside those of ``--with``."""
 
-_PICTURES = (".png", ".svg", ".json")
-
-
 # ---- how an option is read -------------------------------------------------------------------------------------------
 
 
@@ -88,13 +85,6 @@ def new_file(text: str) -> Path:
     if not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written: there is no folder {path.parent}")
     return path
-
-
-def picture_file(text: str) -> Path:
-    """A file whose suffix says what is drawn."""
-    if Path(text).suffix.lower() not in _PICTURES:
-        raise ValueError(f"a picture is one of {', '.join(_PICTURES)}, by the suffix of its name, got {text}")
-    return Path(new_file(text))
 
 
 class Help(HelpFormatter):
@@ -356,7 +346,7 @@ class PlanSettings(_Step):
     schedule: str = opt(_MACHINE, "serial: with overlap=False.", "overlapped", choices=("overlapped", "serial"))
     json: bool = opt(_OUTPUT, "Print JSON, and nothing else, on stdout.", False)
     picture: tuple[Path, ...] = opt(
-        _OUTPUT, f"Draw the step: {', '.join(_PICTURES)}. Repeat for more.", (), type=picture_file, action="append"
+        _OUTPUT, "Draw the step: .png, .svg, .json. Repeat for more.", (), type=new_file, action="append"
     )
     out: Path | None = opt(_OUTPUT, "A JSON file for the plan: what `sft --plan` takes.", type=new_file)
     alternatives: bool = opt(

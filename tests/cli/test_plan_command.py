@@ -322,7 +322,8 @@ def test_a_step_is_drawn(gemini_command: Command, traced: Path, tmp_path: Path) 
     result = gemini_command.ok(*options, "--picture", page, "--picture", trace)
     assert "<svg" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
     assert result.stdout.count("written to ") == 3
-    refused(gemini_command(*options, "--picture", "step.bmp"), "argument --picture: a picture is one of .png, .svg,")
+    bitmap = gemini_command(*options, "--picture", tmp_path / "step.bmp")
+    refused(bitmap, "a picture cannot be drawn as '.bmp' (step.bmp): use .png or .svg", begun=True)
     (tmp_path / "folder.png").mkdir()
     refused(gemini_command(*options, "--picture", tmp_path / "folder.png"), "folder.png is a folder: give the name of")
     (tmp_path / "away.svg").symlink_to(tmp_path / "absent" / "step.svg")
