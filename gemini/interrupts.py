@@ -49,7 +49,8 @@ class Whole:
         self._handler = self._receive  # one object: getsignal() tells by it whether it is still ours
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
+        # As `current_thread() is main_thread()`, which are two calls: this is around every landing of a gradient.
+        if threading.get_ident() == threading._main_thread._ident:  # type: ignore[attr-defined]
             # The handler first. A signal between the two lines takes effect at once and puts the old handler back: the
             # block has not begun.
             if self._before is None:
@@ -65,7 +66,7 @@ class Whole:
 
     def __exit__(self, *error: object) -> None:
         # Depth is the main thread's. A worker inside `with WHOLE` must not end the block of the main thread.
-        if self._depth and threading.current_thread() is threading.main_thread():
+        if self._depth and threading.get_ident() == threading._main_thread._ident:  # type: ignore[attr-defined]
             self._depth -= 1
             if self._depth == 0 and self._still is None:
                 self._restore()

@@ -194,21 +194,21 @@ class Ledger:
 
     def _in_turn(self, want: Want) -> list[tuple[Ledger, Turn, weakref.WeakMethod[Any]]]:
         """Who may be asked, in turn; of one turn those of other models first, which do not compute just now."""
-        ledgers = [self]
-        if self._pool is not None and want.asks_others:
-            ledgers = [*self._pool.others(self), self]
-            self.last_asked = 1 + max(ledger.last_asked for ledger in ledgers)
+        asking = want.asking - want.given
+        own = [(self, turn, method) for turn, tier, method in self._reclaimers if turn in asking and tier is want.tier]
+        if self._pool is None or not want.asks_others:
+            return own
+        others = self._pool.others(self)
+        self.last_asked = 1 + max(ledger.last_asked for ledger in [*others, self])
         found = [
             (ledger, turn, method)
-            for ledger in ledgers
+            for ledger in others
             for turn, tier, method in ledger._reclaimers
-            if tier is want.tier and ledger._may_be_asked(turn, want)
+            if tier is want.tier and ledger._may_be_asked_by_other(turn, want)
         ]
-        return found if len(ledgers) == 1 else sorted(found, key=lambda entry: entry[1])
+        return sorted(found + own, key=lambda entry: entry[1])
 
-    def _may_be_asked(self, turn: Turn, want: Want) -> bool:
-        if want.ledger is self:
-            return turn in want.asking and turn not in want.given
+    def _may_be_asked_by_other(self, turn: Turn, want: Want) -> bool:
         # Memory that is the windows' own is of use to other models only where it is given back: as much as is missing.
         if want.tier in self._apart and (turn is Turn.LESS or turn in OF_WINDOWS):
             return turn is Turn.LESS and (turn in want.asking or Turn.MORE in want.given)
@@ -327,7 +327,7 @@ class Ledger:
             raise BudgetExceeded(f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}, which has no budget")
         # The check and the taking are one: two threads that see the same free bytes must not both get them.
         with self._lock:
-            left = self._left(tier)
+            left = account.budget if self._pool is None else self._left(tier)
             if account.used + num_bytes > left:
                 return False
             if self._pool is not None:
@@ -369,7 +369,8 @@ class Ledger:
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
         """Give back what ``holder`` reserved. Called by any thread, and asks nobody."""
         with self._lock:
-            account, held = self._accounts[tier], self.held(tier, holder)
+            account = self._accounts[tier]
+            held = account.held.get(holder, 0)
             assert 0 <= num_bytes <= held, f"{holder} gives back {num_bytes} of {held} bytes of {tier.value}"
             # As in `take`: one statement without a call.
             account.used, account.held[holder] = account.used - num_bytes, held - num_bytes
@@ -379,7 +380,8 @@ class Ledger:
     def pass_on(self, tier: Tier, num_bytes: int, giver: str, taker: str) -> None:
         """Let ``taker`` hold what ``giver`` held; the tier's total stays, so this cannot fail for lack of room."""
         with self._lock:
-            account, held = self._accounts[tier], self.held(tier, giver)
+            account = self._accounts[tier]
+            held = account.held.get(giver, 0)
             assert 0 <= num_bytes <= held, f"{giver} passes on {num_bytes} of {held} bytes of {tier.value}"
             taken = account.held.get(taker, 0) + num_bytes
             # `used` stays, and so neither peak nor budget are looked at.

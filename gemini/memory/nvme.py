@@ -78,10 +78,10 @@ class _Piece(NamedTuple):
 class FileTransfer(Event):
     """Reads or writes under way, and their memory. The first thread that waits takes the tickets, others the lock."""
 
-    def __init__(self, spill: SpillFile, what: str):
+    def __init__(self, spill: SpillFile, queue: IoQueue, what: str):
         # No latch, as other events have: the queue knows what is over.
         self._error: BaseException | None = None
-        self._spill, self._queue, self._what = spill, spill.queue, what
+        self._spill, self._queue, self._what = spill, queue, what
         self.under_way: list[_Piece] = []
         """What has begun; it grows until the transfer is handed out."""
         self._lock = threading.Lock()
@@ -202,11 +202,11 @@ class SpillFile:
         """Start to fill memory from the file, all extents in one transfer; if one is refused, none is under way.
         ``urgent``: before other requests that have not been started, where the queue is native.
         """
-        return self._begin("read", self.queue.submit_read, extents, urgent)
+        return self._begin("read", extents, urgent)
 
     def begin_write(self, extents: Iterable[Extent]) -> Event:
         """Start to write memory, all extents in one transfer, each asked for when the one before it has been begun."""
-        return self._begin("write", self.queue.submit_write, extents, False)
+        return self._begin("write", extents, False)
 
     def read(self, into: torch.Tensor, offset: int) -> None:
         """Fill ``into`` from ``offset``, before other requests: somebody waits for it."""
@@ -250,8 +250,9 @@ class SpillFile:
         error.__cause__ = cause
         return error
 
-    def _begin(self, what: str, submit: Callable[..., int], extents: Iterable[Extent], urgent: bool) -> FileTransfer:
-        transfer = FileTransfer(self, what)
+    def _begin(self, what: str, extents: Iterable[Extent], urgent: bool) -> FileTransfer:
+        queue, num_drives = self._queue or self.queue, len(self._fds)
+        submit, transfer = queue.submit_read if what == "read" else queue.submit_write, FileTransfer(self, queue, what)
         try:
             with WHOLE:  # until the transfer has its ticket, nothing keeps memory that the disk is given
                 for tensor, offset in extents:
@@ -259,7 +260,8 @@ class SpillFile:
                     # O_DIRECT would refuse it with an error that says nothing of why.
                     assert tensor.is_contiguous() and address % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
                     assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes)
-                    for drive, at, start, size in stripes(offset, num_bytes, len(self._fds)):
+                    whole = (0, offset, 0, num_bytes)
+                    for drive, at, start, size in stripes(offset, num_bytes, num_drives) if num_drives > 1 else [whole]:
                         try:
                             ticket = submit(self._fds[drive], address + start, size, at, urgent)
                         except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -76,8 +77,14 @@ def cache_bytes(cpus: Path = _CACHES) -> int:
 
 def num_cores(cpus: Path = _CACHES) -> int:
     """Cores that this process may run on. Processors that share one count once, where the system says which do."""
+    return _num_cores_of(frozenset(os.sched_getaffinity(0)), cpus)
+
+
+@lru_cache
+def _num_cores_of(processors: frozenset[int], cpus: Path) -> int:
+    # Remembered: every update of a chunk asks, and each processor is a file to be read.
     cores = set()
-    for number in os.sched_getaffinity(0):
+    for number in processors:
         try:
             cores.add((cpus / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip())
         except OSError:

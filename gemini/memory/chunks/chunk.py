@@ -52,6 +52,8 @@ class Use(Enum):
     GRAD_READY = "grad_ready"
     UPDATING = "updating"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and each step of a chunk looks into the table
+
 
 class UseChange(Enum):
     """An event of a chunk. A fetch ends with ARRIVE, or with FAIL."""
@@ -64,6 +66,8 @@ class UseChange(Enum):
     GRADS = "grads"
     UPDATE = "update"
     EVICT = "evict"
+
+    __hash__ = object.__hash__
 
 
 USE_TABLE: dict[tuple[Use, UseChange], Use] = {
@@ -258,9 +262,12 @@ def begin_move(
     first, memory = parts[0]
     if isinstance(first, MemoryPlane):
         return first.begin_move(start, stop, memory, after, write=write)
-    of_file = [(plane, tensor) for plane, tensor in parts if isinstance(plane, FilePlane)]
-    extents = [(plane.to_write if write else plane.to_read)(start, stop, tensor) for plane, tensor in of_file]
-    file, asked = of_file[0][0].file, chain.from_iterable(extents)
+    assert isinstance(first, FilePlane)
+    file, asked = first.file, (first.to_write if write else first.to_read)(start, stop, memory)
+    if len(parts) > 1:
+        others = [(plane, tensor) for plane, tensor in parts[1:] if isinstance(plane, FilePlane)]
+        extents = [(plane.to_write if write else plane.to_read)(start, stop, tensor) for plane, tensor in others]
+        asked = chain(asked, *extents)
     return file.begin_write(asked) if write else file.begin_read(asked, urgent=urgent)
 
 

@@ -27,10 +27,10 @@ class Event:
     """The end of something that was begun, a copy or computing (``Device.mark``). May be asked from any thread."""
 
     what = "a copy"
+    _error: BaseException | None = None
 
     def __init__(self) -> None:
         self._done = Latch()
-        self._error: BaseException | None = None
 
     def is_complete(self) -> bool:
         """Whether it is over, well or not. Never blocks."""

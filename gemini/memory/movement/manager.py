@@ -126,11 +126,12 @@ class Manager:
         if chunk.pins == 1 and chunk.window is not None:
             # At the first pin alone: nested calls of one chunk are one use of the schedule.
             self.foresight.acquired(chunk.spec.index)
-            try:
-                self.source.follow()
-            except Exception:
-                self.release(chunk)  # refused: the caller has no pin that it could give back
-                raise
+            if self.source.in_order:
+                try:
+                    self.source.follow()
+                except Exception:
+                    self.release(chunk)  # refused: the caller has no pin that it could give back
+                    raise
         self._clock += 1  # counts acquires: the order of last uses, for the policy
         chunk.last_use = self._clock
 

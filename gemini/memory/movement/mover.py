@@ -258,7 +258,8 @@ class Mover:
     ) -> Event:
         """Begin with ``begin`` and count the bytes: the end of it, of which who records is told when it is noticed."""
         self.count(source, target, num_bytes)
-        recorder, track = self.watch.recorder, TRACKS.get(Boundary(source, target))
+        recorder = self.watch.recorder
+        track = None if recorder is None else TRACKS.get(Boundary(source, target))
         if recorder is None or track is None:
             return begin()
         return recorder.fly(begin, Activity(recorder, track, name, "", chunk, num_bytes))
@@ -271,7 +272,8 @@ class Mover:
 
     def store(self, parts: Parts, start: int, stop: int) -> None:
         """Overwrite the same range of these planes from host tensors; a file is asked once."""
-        for tier, num_bytes, own in by_home(parts):
+        first, memory = parts[0]
+        for tier, num_bytes, own in by_home(parts) if len(parts) > 1 else [(first.tier, memory.nbytes, parts)]:
             with self.crossing(Tier.CPU, tier, num_bytes):
                 begin_move(own, start, stop, write=True).wait()
 

@@ -50,16 +50,17 @@ class Job(Event):
     """A piece of work for a worker. Made and waited for by any thread; run by one."""
 
     what = "a job"
+    # Set when it is queued. The computing thread's: flushing denormals is a setting of each thread, and results must
+    # not depend on who works.
+    flush_mode = 0
+    # Set when it is queued: whoever waits looks whether that thread is alive.
+    worker: JobThread | None = None
 
     def __init__(self, urgency: float):
         super().__init__()
         self.run: Callable[[], None] = _nothing
         """What it does. Set before it is queued."""
         self.urgency = urgency
-        # The computing thread's. Flushing denormals is a setting of each thread; results must not depend on who works.
-        self.flush_mode = kernels.flush_mode()
-        # Set when it is queued: whoever waits looks whether that thread is alive.
-        self.worker: JobThread | None = None
 
     @property
     def error(self) -> BaseException | None:
@@ -120,6 +121,7 @@ class JobThread:
 
     def put(self, *jobs: Job) -> None:
         """Queue jobs, all or none. Called by any thread."""
+        mode = kernels.flush_mode()
         with WHOLE, self._lock:
             if self._is_closed or os.getpid() != self._pid:
                 raise GeminiError(f"{self.name} is closed: its model was deleted, or belongs to the parent process")
@@ -129,8 +131,8 @@ class JobThread:
                 self._thread = threading.Thread(target=self._run, name=self.name, daemon=self.is_daemon)
                 self._thread.start()
             for job in jobs:
+                job.worker, job.flush_mode = self, mode
                 heapq.heappush(self._waiting, (job.urgency, self._number, job))
-                job.worker = self
                 self._number += 1
             # Once for all of them: `_sleep` looks at the queue and not at the number of rings.
             self._bell.put(None)
@@ -310,18 +312,18 @@ class Transfer(Job):
     """
 
     what = "a transfer"
+    copies: Event = DONE
+    """The end of what the device copies."""
+    taken_back = False
+    """Whether it never began."""
+    held: Held | None = None
+    """What its end gives back: with its job, or, where the device still copies then, when it is taken off the list
+    (:meth:`Transfers.end`)."""
+    _given_back = False
 
     def __init__(self, lane: Lane, deadline: float = 0.0, *, key: Hashable = None, of: Any = None):
         super().__init__(deadline)
         self.lane, self.key, self.of = lane, self if key is None else key, of
-        self.copies: Event = DONE
-        """The end of what the device copies."""
-        self.taken_back = False
-        """Whether it never began."""
-        self.held: Held | None = None
-        """What its end gives back: with its job, or, where the device still copies then, when it is taken off the list
-        (:meth:`Transfers.end`)."""
-        self._given_back = False
 
     def finish(self, error: BaseException | None = None) -> None:
         if self.copies is DONE:
@@ -350,10 +352,12 @@ class Transfer(Job):
         """Block until it is over: what went wrong."""
         try:
             # The copies first, whatever the job says: until they are over the memory is being read or written.
-            self.copies.wait_until_over()
-            self.wait_until_over()
-            error = self.error
-            if error is None:
+            if self.copies is not DONE:
+                self.copies.wait_until_over()
+            if not self._done.is_set:
+                self.wait_until_over()
+            error = self._error
+            if error is None and self.copies is not DONE:
                 # The job has said that they were begun, only they say how they ended.
                 self.copies.wait()
         except Exception as e:
@@ -424,7 +428,9 @@ class Transfers:
     def add(self, transfer: Transfer) -> None:
         """Note a transfer that has ``copies`` and no job. Inside ``WHOLE``, with the copying."""
         # It has no job to wait for; what is left of it is `copies`.
-        transfer.finish()
+        transfer._done = DONE._done
+        if transfer.copies is DONE:
+            transfer.give_back()
         self.open[transfer.lane][transfer.key] = transfer
 
     def hurry(self, transfer: Transfer) -> None:

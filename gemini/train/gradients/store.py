@@ -65,9 +65,13 @@ class _Flight(Transfer):
     """A gradient whose copies the device has been given, by who computes on ``stream``: it is read until ``left``."""
 
     def __init__(self, chunk: Chunk, grad: torch.Tensor, held: Held, stream: int):
-        super().__init__(Lane.LANDING, of=chunk)
+        # Nothing of a job, which it has none of.
+        self.lane, self.of, self.key = Lane.LANDING, chunk, self
         self.grad, self.held, self.stream = [grad], held, stream
         self.left: Event = DONE
+
+    def is_over(self) -> bool:
+        return self.copies.is_complete()
 
     def give_back(self) -> None:
         # The memory before its bytes: who finds these free allocates.
@@ -206,7 +210,7 @@ class GradientStore:
                     return
         if adding:
             self.await_sums()  # it adds to what the worker may still be adding to
-        handle.norm_sums = self.land_piece(chunk, flat, handle.slot.start, adding)
+        handle.norm_sums = self._land_by_tiles(chunk, flat, handle.slot.start, adding)
 
     def _is_held(self, chunk: Chunk, flat: torch.Tensor) -> bool:
         """Whether a gradient may land behind backward: then its bytes are reserved."""
@@ -220,7 +224,7 @@ class GradientStore:
     def _begin_flight(
         self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool, *, straight: bool, behind: bool
     ) -> _Flight:
-        """Let a gradient go home ``straight``, or through the host. ``behind``: its bytes are reserved."""
+        """Let a gradient go home ``straight``, or through the host. ``behind``: bytes are reserved. In ``WHOLE``."""
         held = Held(self._ledger, self._device.tier, flat.nbytes if behind else 0, HOLDER)
         flight = _Flight(handle.chunk, flat, held, self._device.stream_number())
         into: Any = place.home if straight else place.summed
@@ -235,12 +239,11 @@ class GradientStore:
         begin = partial(self._device.copy, into, flat, "evict", kept=True) if straight else by_host
         try:
             sums: kernels.Sums = kernels.sum_squares(flat) if straight else []
-            with WHOLE:
-                index, way = handle.chunk.spec.index, (Tier.GPU, Tier.CPU)
-                flight.left = self._mover.under_way(*way, flat.nbytes, begin, f"land gradients of chunk {index}", index)
-                flight.copies = _Summed(handle, sums, flight.left, *landed) if landed else flight.left
-                self._transfers.add(flight)
-                handle.norm_sums = sums
+            index, way = handle.chunk.spec.index, (Tier.GPU, Tier.CPU)
+            flight.left = self._mover.under_way(*way, flat.nbytes, begin, f"land gradients of chunk {index}", index)
+            flight.copies = _Summed(handle, sums, flight.left, *landed) if landed else flight.left
+            self._transfers.add(flight)
+            handle.norm_sums = sums
         except BaseException:
             if flight.left is DONE:  # never begun
                 flight.give_back()
@@ -303,15 +306,17 @@ class GradientStore:
         """
         if self._reap():
             return True
-        holding = [one for one in self.landing.values() if one.held and one.held.num_bytes and not one.is_over()]
-        for flight in holding:
-            if isinstance(flight, _Flight) and flight.stream == self._device.stream_number():
-                flight.give_way()
-                return True
-        if holding and (error := self._transfers.wait(holding[0], *WAIT_FOR_LANDING)):
+        first, stream = None, self._device.stream_number()
+        for flight in self.landing.values():
+            if flight.held and flight.held.num_bytes and not flight.is_over():
+                if isinstance(flight, _Flight) and flight.stream == stream:
+                    flight.give_way()
+                    return True
+                first = first or flight
+        if first and (error := self._transfers.wait(first, *WAIT_FOR_LANDING)):
             raise error
         self._reap()
-        return bool(holding)
+        return first is not None
 
     def knows_sums(self, handles: list[ParamHandle]) -> bool:
         """Whether the sums of these gradients are numbers on the host already."""
@@ -337,11 +342,18 @@ class GradientStore:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles. Called
         by any thread that has staging of its own; ``after``: what the device computes it with, where that is not over.
         """
-        assert not adding or adds_up(chunk), "promote before adding"
         view, lost = self._views(chunk, at, at + flat.numel())
         if view is not None:
+            assert not adding or adds_up(chunk), "promote before adding"
             return _keep(view, lost, flat, adding)
-        # Tile by tile through host staging. The same in every step, until the planes change:
+        return self._land_by_tiles(chunk, flat, at, adding, after)
+
+    def _land_by_tiles(
+        self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool, after: Event | None = None
+    ) -> kernels.Sums:
+        """:meth:`land_piece` through host staging."""
+        assert not adding or adds_up(chunk), "promote before adding"
+        # The same in every step, until the planes change:
         planes = chunk.prepared.get(GRADS) or chunk.prepared.setdefault(GRADS, _grad_planes(chunk))
         crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
         # Where ranks have added up more than a tile on the device: all at once, and the thread waits for the last one.
@@ -409,7 +421,7 @@ class GradientStore:
         for number, plane in enumerate(planes, 1):
             # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
             end = start + plane.page_up(stop - start)
-            tile = plane.host_view(start, end)
+            tile = plane.host_view(start, end) if plane.in_memory else None
             if tile is None:
                 tile = self._mover.scratch(number, plane.dtype, end - start)
                 if loaded:

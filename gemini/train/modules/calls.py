@@ -73,7 +73,7 @@ class CallRecord:
         linear layer is a view) leads its gradient around the view to what it is a view of; so that is hooked as well,
         if it was made by this call and not given to it.
         """
-        for result in iter_tensors(output):
+        for result in (output,) if isinstance(output, torch.Tensor) else iter_tensors(output):
             if result.grad_fn is None or result.grad_fn._sequence_nr() < self.first_node:
                 continue
             result.register_hook(begin)
@@ -136,12 +136,15 @@ class Calls:
             for record in self._waiting:
                 self._release_all(record.chunks)
         # Noted only when all is there, so that an error leaves no call that would have to be ended.
-        self._acquire_all(chunks)
+        if chunks:
+            self._acquire_all(chunks)
         kept: tuple[Chunk, ...] = ()
         if keep:
-            with contextlib.suppress(BudgetExceeded):  # else each module inside gathers what it reads
+            try:
                 self._acquire_all(keep)
                 kept = keep
+            except BudgetExceeded:  # each module inside gathers what it reads
+                pass
         for chunk in chunks + kept:
             self._expose(chunk)
         stack = self.running.setdefault(threading.get_ident(), [])
@@ -221,9 +224,11 @@ class Calls:
     def _read(self, record: CallRecord) -> None:
         """Gather what the backward of a call reads; where there is no room now, a node gathers what it asks for."""
         # Appended inside: a call that could not be gathered is not one to be released later.
-        with contextlib.suppress(BudgetExceeded):
+        try:
             self._acquire_all(record.chunks)
             self._reading.append(record)
+        except BudgetExceeded:
+            pass
 
     def relieve(self, want: Want) -> bool:
         """Let go of what is only kept for the rest of a backward, or for modules that this thread may call in a

@@ -38,15 +38,12 @@ _CHECKPOINTING = torch.utils.checkpoint.__name__
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-class _Place:
-    """A view of a window, as where it is: found again when the chunk is gathered."""
+class _Place(tuple[Chunk, ParamHandle, int, torch.dtype, Any, Any, Any]):
+    """A view of a window, as where it is, found again when the chunk is gathered: the chunk, the param, how often that
+    was written to, and the dtype, offset, shape and stride of the view.
+    """
 
-    __slots__ = ("chunk", "dtype", "handle", "num_writes", "offset", "shape", "stride")
-
-    def __init__(self, chunk: Chunk, handle: ParamHandle, view: torch.Tensor):
-        self.chunk, self.handle, self.num_writes = chunk, handle, handle.num_writes
-        self.dtype, self.shape, self.stride = view.dtype, view.shape, view.stride()
-        self.offset = view.storage_offset()
+    __slots__ = ()  # and no `__init__`, as `_Kept`
 
 
 class _Kept(tuple[torch.Tensor, int]):
@@ -199,9 +196,10 @@ class SavedWeights:
         ``is_for_others``: nothing but modules inside reads the weights for which they are opened.
         """
         # Inside a transform that takes derivatives torch refuses them: `_keep_for_transform` keeps chunks there.
-        if not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled() or self._is_open():
-            return 0
         there = _hooks._top_saved_tensors_default_hooks(False)
+        is_open = there and _owner_of(there[0]) is self
+        if is_open or not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled():
+            return 0
         pack: Any = self._around(*there) if there else partial(self._pack)
         pack._gemini_of, pack._gemini_is_for_others = self, is_for_others
         _hooks._push_saved_tensors_default_hooks(pack, self._unpack)
@@ -230,7 +228,9 @@ class SavedWeights:
                 return place
             if origin == _CHECKPOINTING and torch._C._current_graph_task_id() != -1:
                 # The recomputation inside backward: checkpointing keeps what it is given here until the node asks.
-                return _Recomputed(place, pack_elsewhere(_Lazy(tensor, partial(self._gather, place))), unpack_elsewhere)
+                return _Recomputed(
+                    place, pack_elsewhere(_Lazy(tensor, partial(self._gather_apart, place))), unpack_elsewhere
+                )
             packed = pack_elsewhere(tensor.detach())  # not the param itself, which shows NaN while it is away
             if origin == _CHECKPOINTING:
                 return _Recomputed(place, packed, unpack_elsewhere)
@@ -253,7 +253,9 @@ class SavedWeights:
             index = chunk.spec.index
             # The param whose place begins last before the view; in bytes, for a view may have another dtype.
             at = bisect_right(self._starts[index], tensor.storage_offset() * tensor.dtype.itemsize) - 1
-            return _Place(chunk, self._handles[index][max(at, 0)], tensor)
+            handle = self._handles[index][max(at, 0)]
+            view = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+            return _Place((chunk, handle, handle.num_writes, *view))
         if type(tensor) is ManagedParameter:
             return _OfOther(tensor)
         # Detached: an output that held its own graph would be freed by the garbage collector only.
@@ -281,26 +283,27 @@ class SavedWeights:
             return packed.read()  # type: ignore[no-any-return]
         if kind is _Recomputed:
             packed.recompute()
-            return self._gather(packed.place)
-        return self._gather(packed)
+            packed = packed.place
+        return self._gather(packed) if self.observers.around_own_work is None else self._gather_apart(packed)
 
-    @own_work
     def _gather(self, place: _Place) -> torch.Tensor:
         """Make the view again. It lends the window to the node that asked, for as long as that has it. Called on the
         thread that runs the node; takes the lock.
         """
+        chunk, handle, num_writes, dtype, *at = place
         if not self._manager:
             raise ParamAccessError(
-                f"backward needs the weights of {place.handle.name!r}, and the model that had them was deleted: keep "
+                f"backward needs the weights of {handle.name!r}, and the model that had them was deleted: keep "
                 "the model until backward is over"
             )
         # Before anything is gathered: new weights would give a gradient that no forward has, silently.
-        _refuse_written(place.handle, place.num_writes)
+        if handle.num_writes != num_writes:
+            _refuse_written(handle, num_writes)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             # This node's backward is recorded for a second one (create_graph). What autograd's engine sets up for a
             # node ends with it, our hooks too.
             self._push()
-        chunk, face = place.chunk, place.chunk.face
+        face = chunk.face
         with self._lock:
             is_pinned = chunk.pins > 0  # as nearly always: backward keeps what the call reads that this node is of
             if is_pinned:
@@ -309,11 +312,12 @@ class SavedWeights:
                 self._manager.acquire(chunk)
             try:
                 # Made while it is pinned: then the window may go, and from here on the view itself keeps it.
-                view = torch.empty(0, dtype=place.dtype, device=face.device)
-                return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)
+                return torch.empty(0, dtype=dtype, device=face.device).set_(face.untyped_storage(), *at)
             finally:
                 if not is_pinned:
                     self._manager.release(chunk)
+
+    _gather_apart = own_work(_gather)
 
 
 def _refuse_written(handle: ParamHandle, num_writes: int) -> None:

@@ -88,11 +88,11 @@ class Exposure:
                 # The update first: torch would let the module read weights that a worker is writing.
                 chunk.settle()
                 self.late.discard(index)
-            # Before params are ordinary: `expose` takes over torch's counts as they are, and a write would go unseen.
-            self.look_for_writes(chunk)
-            assert chunk.gathered, chunk.name
-            expose(self._by_chunk[index])
+            assert is_resident or chunk.pins, chunk.name
+            written = expose(self._by_chunk[index])
             self._exposed.add(index)
+            if written:
+                self._note(chunk, written)
 
     def cover(self, chunk: Chunk) -> None:
         """Count one reader less of a chunk that moves, and guard it after the last: no other read goes unnoticed."""
@@ -103,7 +103,9 @@ class Exposure:
         if not self._num_readers[index]:
             del self._num_readers[index]
             self._covered.add(index)
-            if self.hide(chunk):  # a write, refused when everything has been let go: the copy may go
+            # As `hide`, noted before it is done. A write is refused when everything has been let go: the copy may go.
+            self._exposed.discard(index)
+            if self._hide(self._by_chunk[index]):
                 self._manager.drop([chunk])
 
     def withdraw(self, chunk: Chunk) -> None:
@@ -130,8 +132,11 @@ class Exposure:
         """Notice writes to guarded params, through views that somebody has: refused when that can be done."""
         written = written_to(self._by_chunk[chunk.spec.index])
         if written:
-            self.written += written
-            self._manager.drop([chunk])  # a copy that differs from its home
+            self._note(chunk, written)
+
+    def _note(self, chunk: Chunk, written: list[ParamHandle]) -> None:
+        self.written += written
+        self._manager.drop([chunk])  # a copy that differs from its home
 
     def refuse(self, written: list[ParamHandle]) -> None:
         """Refuse to update weights that others have written to: nothing is updated yet."""
@@ -185,7 +190,9 @@ class Exposure:
 
 
 def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
-    """Make params of gathered chunks ordinary parameters; returns those that were written to since the last look."""
+    """Make params of gathered chunks ordinary parameters; returns those that were written to since the last look,
+    through views that somebody has: the writes are refused when that can be done.
+    """
     written = []
     for handle in handles:
         param = handle.param
@@ -193,11 +200,12 @@ def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
         param.__class__ = handle.kind
         if param._version != handle.version and notes_a_write(handle):
             written.append(handle)
+    # Behind all looks: a change of data counts as a write to torch, of params with the same count too.
+    for handle in handles:
         if handle.poisoned:
-            # A change of data counts as a write to torch: the count is noted anew.
-            param.data = handle.view
+            handle.param.data = handle.view
             handle.poisoned = False
-            handle.version = param._version
+            handle.version = handle.param._version
     return written
 
 

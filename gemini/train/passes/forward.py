@@ -112,14 +112,15 @@ class ForwardPass:
         if self._activations.offloads and not state.in_backward:
             self._activations.begin_forward()
         # Moving weights is no part of a transform around the model: inside one, copies would be recorded and batched.
-        with self.lock, without_transforms():
+        with self.lock if innermost_transform() is None else self._locked_apart():
             if not state.computing:
                 self._begin()
             for recording in self.observers.recordings:
                 recording.begin_call(module)
             try:
                 # What is in place and still being updated is waited for here, by the block that reads it.
-                self.exposure.catch_up(resident)
+                if resident:
+                    self.exposure.catch_up(resident)
                 # Not while others are in the model (they need room as well), nor where every module is watched.
                 if len(self.calls.running) > 1 or self.observers.are_there:
                     keep = ()
@@ -132,7 +133,8 @@ class ForwardPass:
                     self._manager.look_ahead()
             finally:
                 # If nothing has begun after all, what `_begin` has made ordinary is guarded again.
-                self.exposure.rest_if_idle()
+                if not state.computing or self.exposure.written:
+                    self.exposure.rest_if_idle()
         if self._moves:
             # Saved-tensor hooks are of this thread alone, so they need no lock.
             self._saved_weights.begin_call(record)
@@ -172,12 +174,14 @@ class ForwardPass:
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed; None if it never began. Takes the lock."""
         try:
-            with self.lock, without_transforms():
+            with self.lock if innermost_transform() is None else self._locked_apart():
                 record = self.calls.end(module)
                 # Hooks inside it would stay silent in the next forward too.
                 if not record or not record.parent:
                     self.state.unsettle()
-                self._end_if_over()
+                # The last thread that runs a forward ends the phase of all.
+                if self.state.in_forward and not self.calls.running:
+                    self.state.end_forward()
                 for recording in self.observers.recordings:
                     recording.end_call()
                 if record and record.parent:
@@ -185,7 +189,8 @@ class ForwardPass:
                     for chunk in record.chunks:
                         if chunk.is_lent:
                             self.lend(chunk)
-                self.exposure.rest_if_idle()
+                if not self.state.computing or self.exposure.written:
+                    self.exposure.rest_if_idle()
                 if not torch.is_grad_enabled() and not self.state.computing:  # else its backward is still to come
                     self.state.close()
             if self._activations.offloads and not self.calls.running:
@@ -211,8 +216,13 @@ class ForwardPass:
         self._end_if_over()
         self.let_go_of_transformed()
 
+    @contextmanager
+    def _locked_apart(self) -> Iterator[None]:
+        """Take the lock, and leave the transforms that run: the lock alone is enough where none does."""
+        with self.lock, without_transforms():
+            yield
+
     def _end_if_over(self) -> None:
-        # The last thread that runs a forward ends the phase of all.
         if self.state.in_forward and not self.calls.running:
             self.state.end_forward()
 
