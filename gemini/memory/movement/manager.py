@@ -79,7 +79,7 @@ class Manager:
         foresight: Foresight | None = None,
         transfers: Transfers | None = None,
     ):
-        self.chunks = chunks
+        self.chunks, self.device = chunks, device
         self.foresight = foresight or Foresight()
         self.num_gathers = 0
         self.more_to_come = False
@@ -346,9 +346,11 @@ class Manager:
             # Ranks take gathers in the order in which all of them post them.
             if not self.source.in_order:
                 self._transfers.hurry(arriving)
-        arrived = self._transfers.wait(arriving, *self._what(chunk)) is None
+        # Words for a wait are put together where there is one.
+        is_over = arriving.is_over()
+        arrived = (arriving.outcome() if is_over else self._transfers.wait(arriving, *self._what(chunk))) is None
         try:
-            if arrived:
+            if arrived and chunk.fetched is not DONE:
                 self._wait_on_device(chunk)
         except Exception:  # it is tried again, and then told
             arrived = False
@@ -388,7 +390,7 @@ class Manager:
     def let_compute_wait(self, chunk: Chunk) -> None:
         """Let whatever is computed from now on, on whichever stream, read the window."""
         # Also without anything to wait for: when the window goes, its memory is not written before this stream is done.
-        self._mover.device.computes_here()
+        self.device.computes_here()
         if chunk.fetched is not DONE:
             if not chunk.fetched.is_complete():
                 self._wait_on_device(chunk)

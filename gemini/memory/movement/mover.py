@@ -62,27 +62,27 @@ class _Memory:
 
     def __init__(self, device: Device, num_bytes: int, *, on_device: bool = False, is_reserved: bool = True):
         self._device, self._num_bytes, self._on_device = device, num_bytes, on_device
-        self._buffer: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
         if device.tier is Tier.GPU and is_reserved and not on_device:
             self.get()
 
     def get(self) -> torch.Tensor:
-        if self._buffer is None:
+        if self.buffer is None:
             with torch.inference_mode(False):  # it outlives the eval that may have asked first
                 make = self._device.make_buffer if self._on_device else self._device.make_host_buffer
-                self._buffer = make(self._num_bytes)
+                self.buffer = make(self._num_bytes)
                 if self._on_device:
                     # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so
                     # without this wait the zeros could come after them.
                     self._device.mark().wait()
-        return self._buffer
+        return self.buffer
 
     def forget(self) -> None:
         """Give the memory back: the next use makes another buffer."""
-        if self._buffer is not None:
+        if self.buffer is not None:
             # Not by dropping it alone: a worker's last tile may live until its next one.
-            self._buffer.untyped_storage().resize_(0)
-        self._buffer = None
+            self.buffer.untyped_storage().resize_(0)
+        self.buffer = None
 
 
 class StagingSet:
@@ -115,7 +115,8 @@ class StagingSet:
             leaving.wait_until_over()
         num_bytes, (at, size) = num_items * dtype.itemsize, self._areas[kind]
         assert num_bytes <= size, (kind, num_items, dtype, self.tile)
-        return self._memory.get()[at : at + num_bytes].view(dtype)
+        memory = self._memory.buffer
+        return (self._memory.get() if memory is None else memory)[at : at + num_bytes].view(dtype)
 
     def areas(self, planes: Mapping[PlaneKind, Plane], numel: int) -> dict[PlaneKind, torch.Tensor]:
         """Areas for so many elements of these planes, each as :meth:`staged`."""
@@ -299,7 +300,7 @@ class Mover:
         """Whether :meth:`gather` is work for the computing device, a cast of masters that it keeps: it belongs to
         the thread that computes, whose stream puts it before what reads the result.
         """
-        return self.device.tier is Tier.GPU and chunk.weights.device_view(0, 0) is not None
+        return self.device.tier is Tier.GPU and chunk.planes[WEIGHTS].tier is Tier.GPU
 
     def _is_straight(self, plane: Plane, flat: torch.Tensor) -> bool:
         """Whether the disk can fill ``flat`` itself."""

@@ -283,7 +283,7 @@ class Room:
 
     def missing_place(self, num_bytes: int, leave: int = 0) -> int:
         """Bytes that have to go of the windows' own memory; 1 if there are enough, and not in one piece."""
-        missing = num_bytes + leave - self.pool
+        missing = num_bytes + leave - self.ledger.held(self.tier, "pool")
         return missing if missing > 0 else int(not self._device.has_place(num_bytes))
 
     def _evictable(self, *, only_unkept: bool = False, after: int | None = None) -> list[Candidate]:

@@ -73,6 +73,13 @@ class _Flight(Transfer):
     def is_over(self) -> bool:
         return self.copies.is_complete()
 
+    def outcome(self) -> Exception | None:
+        try:
+            self.copies.wait()
+        except Exception as e:
+            return e.with_traceback(None)
+        return None
+
     def give_back(self) -> None:
         # The memory before its bytes: who finds these free allocates.
         self.grad.clear()
@@ -367,7 +374,8 @@ class GradientStore:
                 return found.sums()  # type: ignore[no-any-return]
         sums: kernels.Sums = []
         with self._mover.about("gradient landing", f"land gradients of chunk {chunk.spec.index}", chunk.spec.index):
-            for start, stop in tiles(0, flat.numel(), self._mover.tile):
+            numel = flat.numel()
+            for start, stop in [(0, numel)] if 0 < numel <= self._mover.tile else tiles(0, numel, self._mover.tile):
                 # A slice of all of it would be one more operation of torch's.
                 incoming = flat if stop - start == flat.numel() else flat[start:stop]
                 if crosses:

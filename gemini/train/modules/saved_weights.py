@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from gemini.errors import ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import DONE
 from gemini.memory.movement.manager import Manager
 from gemini.patches import patch
 from gemini.train.modules.calls import CallRecord
@@ -306,7 +307,9 @@ class SavedWeights:
         face = chunk.face
         with self._lock:
             is_pinned = chunk.pins > 0  # as nearly always: backward keeps what the call reads that this node is of
-            if is_pinned:
+            if is_pinned and chunk.fetched is DONE:
+                self._manager.device.computes_here()
+            elif is_pinned:
                 self._manager.let_compute_wait(chunk)
             else:
                 self._manager.acquire(chunk)

@@ -115,11 +115,11 @@ def marks_of(module: nn.Module) -> dict[str, Any]:
     """What tells whether a module's attributes and buffers are other ones. References would keep activations alive that
     it keeps itself, so their identities do.
     """
-    found: dict[str, Any] = {
-        name: (id(value), len(value) if isinstance(value, _CONTAINERS) else 0)
-        for name, value in vars(module).items()
-        if name not in _OF_TORCH
-    }
+    found: dict[str, Any] = {}
+    own = vars(module)
+    for name in own.keys() - _OF_TORCH:  # in C: this is for every module, before every forward
+        value = own[name]
+        found[name] = id(value), len(value) if isinstance(value, _CONTAINERS) else 0
     for name, buffer in module._buffers.items():
         found[name] = id(buffer), _version(buffer)
     return found
