@@ -27,6 +27,8 @@ class Event:
     """The end of something that was begun, a copy or computing (``Device.mark``). May be asked from any thread."""
 
     what = "a copy"
+    _done = Latch()
+    _done.set()  # of those without a beginning: nobody waits for them
     _error: BaseException | None = None
 
     def __init__(self) -> None:

@@ -428,8 +428,9 @@ class Transfers:
     def add(self, transfer: Transfer) -> None:
         """Note a transfer that has ``copies`` and no job. Inside ``WHOLE``, with the copying."""
         # It has no job to wait for; what is left of it is `copies`.
-        transfer._done = DONE._done
-        if transfer.copies is DONE:
+        if not transfer.is_complete():
+            transfer.finish()
+        elif transfer.copies is DONE:
             transfer.give_back()
         self.open[transfer.lane][transfer.key] = transfer
 
