@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -251,7 +251,7 @@ class SpillFile:
         return error
 
     def _begin(self, what: str, extents: Iterable[Extent], urgent: bool) -> FileTransfer:
-        queue, num_drives = self._queue or self.queue, len(self._fds)
+        queue = self._queue or self.queue
         submit, transfer = queue.submit_read if what == "read" else queue.submit_write, FileTransfer(self, queue, what)
         try:
             with WHOLE:  # until the transfer has its ticket, nothing keeps memory that the disk is given
@@ -260,8 +260,7 @@ class SpillFile:
                     # O_DIRECT would refuse it with an error that says nothing of why.
                     assert tensor.is_contiguous() and address % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
                     assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes)
-                    whole = (0, offset, 0, num_bytes)
-                    for drive, at, start, size in stripes(offset, num_bytes, num_drives) if num_drives > 1 else [whole]:
+                    for drive, at, start, size in stripes(offset, num_bytes, len(self._fds)):
                         try:
                             ticket = submit(self._fds[drive], address + start, size, at, urgent)
                         except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
@@ -274,14 +273,15 @@ class SpillFile:
         return transfer
 
 
-def stripes(offset: int, num_bytes: int, drives: int) -> Iterator[tuple[int, int, int, int]]:
+def stripes(offset: int, num_bytes: int, drives: int) -> list[tuple[int, int, int, int]]:
     """Of bytes of a file: the number of the drive, where in its file, where among them, and how many."""
-    done = 0
+    done, found = 0, []
     while done < num_bytes:
         stripe, inside = divmod(offset + done, STRIPE)
         size = num_bytes - done if drives == 1 else min(STRIPE - inside, num_bytes - done)
-        yield stripe % drives, stripe // drives * STRIPE + inside, done, size
+        found.append((stripe % drives, stripe // drives * STRIPE + inside, done, size))
         done += size
+    return found
 
 
 def striped_bytes(num_bytes: int, number: int, drives: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -75,16 +75,11 @@ def cache_bytes(cpus: Path = _CACHES) -> int:
     return sum(levels[max(levels)].values()) if levels else 0
 
 
+@cache  # every update of a chunk asks, and each processor is a file to be read
 def num_cores(cpus: Path = _CACHES) -> int:
     """Cores that this process may run on. Processors that share one count once, where the system says which do."""
-    return _num_cores_of(frozenset(os.sched_getaffinity(0)), cpus)
-
-
-@lru_cache
-def _num_cores_of(processors: frozenset[int], cpus: Path) -> int:
-    # Remembered: every update of a chunk asks, and each processor is a file to be read.
     cores = set()
-    for number in processors:
+    for number in os.sched_getaffinity(0):
         try:
             cores.add((cpus / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip())
         except OSError:

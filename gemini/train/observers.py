@@ -128,18 +128,19 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def without_transforms() -> AbstractContextManager[None]:
-    """Keep what is done inside (moving weights) out of the transforms that run in this thread."""
-    return _NOTHING if innermost_transform() is None else _without_stack()
+def without_transforms(lock: AbstractContextManager[Any] = _NOTHING) -> AbstractContextManager[Any]:
+    """Keep what is done inside (moving weights), under a lock, out of the transforms that run in this thread."""
+    return lock if innermost_transform() is None else _without_stack(lock)
 
 
 @contextmanager
-def _without_stack() -> Iterator[None]:
+def _without_stack(lock: AbstractContextManager[Any]) -> Iterator[None]:
     stack = []
     try:
         while innermost_transform() is not None:
             stack.append(_functorch.pop_dynamic_layer_stack())
-        yield
+        with lock:
+            yield
     finally:
         # In the reverse order, whatever happened inside: torch pops them itself at the end of each transform.
         while stack:

@@ -51,7 +51,6 @@ class Use(Enum):
     COMPUTE = "compute"
     GRAD_READY = "grad_ready"
     UPDATING = "updating"
-
     __hash__ = object.__hash__  # Enum's own is written in Python, and each step of a chunk looks into the table
 
 
@@ -66,7 +65,6 @@ class UseChange(Enum):
     GRADS = "grads"
     UPDATE = "update"
     EVICT = "evict"
-
     __hash__ = object.__hash__
 
 
@@ -262,12 +260,9 @@ def begin_move(
     first, memory = parts[0]
     if isinstance(first, MemoryPlane):
         return first.begin_move(start, stop, memory, after, write=write)
-    assert isinstance(first, FilePlane)
-    file, asked = first.file, (first.to_write if write else first.to_read)(start, stop, memory)
-    if len(parts) > 1:
-        others = [(plane, tensor) for plane, tensor in parts[1:] if isinstance(plane, FilePlane)]
-        extents = [(plane.to_write if write else plane.to_read)(start, stop, tensor) for plane, tensor in others]
-        asked = chain(asked, *extents)
+    of_file: Any = parts
+    extents = [(plane.to_write if write else plane.to_read)(start, stop, tensor) for plane, tensor in of_file]
+    file, asked = of_file[0][0].file, chain.from_iterable(extents)
     return file.begin_write(asked) if write else file.begin_read(asked, urgent=urgent)
 
 

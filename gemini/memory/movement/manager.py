@@ -126,12 +126,11 @@ class Manager:
         if chunk.pins == 1 and chunk.window is not None:
             # At the first pin alone: nested calls of one chunk are one use of the schedule.
             self.foresight.acquired(chunk.spec.index)
-            if self.source.in_order:
-                try:
-                    self.source.follow()
-                except Exception:
-                    self.release(chunk)  # refused: the caller has no pin that it could give back
-                    raise
+            try:
+                self.source.follow()
+            except Exception:
+                self.release(chunk)  # refused: the caller has no pin that it could give back
+                raise
         self._clock += 1  # counts acquires: the order of last uses, for the policy
         chunk.last_use = self._clock
 
@@ -346,9 +345,7 @@ class Manager:
             # Ranks take gathers in the order in which all of them post them.
             if not self.source.in_order:
                 self._transfers.hurry(arriving)
-        # Words for a wait are put together where there is one.
-        is_over = arriving.is_over()
-        arrived = (arriving.outcome() if is_over else self._transfers.wait(arriving, *self._what(chunk))) is None
+        arrived = self._transfers.wait(arriving, *self._what(chunk)) is None
         try:
             if arrived and chunk.fetched is not DONE:
                 self._wait_on_device(chunk)

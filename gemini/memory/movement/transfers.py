@@ -50,10 +50,9 @@ class Job(Event):
     """A piece of work for a worker. Made and waited for by any thread; run by one."""
 
     what = "a job"
-    # Set when it is queued. The computing thread's: flushing denormals is a setting of each thread, and results must
-    # not depend on who works.
+    # Set when it is queued. Flushing denormals is a setting of each thread; results must not depend on who works.
     flush_mode = 0
-    # Set when it is queued: whoever waits looks whether that thread is alive.
+    # Set then too: whoever waits looks whether that thread is alive.
     worker: JobThread | None = None
 
     def __init__(self, urgency: float):

@@ -73,13 +73,6 @@ class _Flight(Transfer):
     def is_over(self) -> bool:
         return self.copies.is_complete()
 
-    def outcome(self) -> Exception | None:
-        try:
-            self.copies.wait()
-        except Exception as e:
-            return e.with_traceback(None)
-        return None
-
     def give_back(self) -> None:
         # The memory before its bytes: who finds these free allocates.
         self.grad.clear()
@@ -217,7 +210,7 @@ class GradientStore:
                     return
         if adding:
             self.await_sums()  # it adds to what the worker may still be adding to
-        handle.norm_sums = self._land_by_tiles(chunk, flat, handle.slot.start, adding)
+        handle.norm_sums = self.land_piece(chunk, flat, handle.slot.start, adding)
 
     def _is_held(self, chunk: Chunk, flat: torch.Tensor) -> bool:
         """Whether a gradient may land behind backward: then its bytes are reserved."""
@@ -349,18 +342,11 @@ class GradientStore:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles. Called
         by any thread that has staging of its own; ``after``: what the device computes it with, where that is not over.
         """
-        view, lost = self._views(chunk, at, at + flat.numel())
-        if view is not None:
-            assert not adding or adds_up(chunk), "promote before adding"
-            return _keep(view, lost, flat, adding)
-        return self._land_by_tiles(chunk, flat, at, adding, after)
-
-    def _land_by_tiles(
-        self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool, after: Event | None = None
-    ) -> kernels.Sums:
-        """:meth:`land_piece` through host staging."""
         assert not adding or adds_up(chunk), "promote before adding"
-        # The same in every step, until the planes change:
+        view, lost = self._views(chunk, at, at + flat.numel()) if chunk.planes[GRAD].in_memory else (None, None)
+        if view is not None:
+            return _keep(view, lost, flat, adding)
+        # Tile by tile through host staging. The same in every step, until the planes change:
         planes = chunk.prepared.get(GRADS) or chunk.prepared.setdefault(GRADS, _grad_planes(chunk))
         crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
         # Where ranks have added up more than a tile on the device: all at once, and the thread waits for the last one.

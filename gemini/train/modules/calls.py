@@ -136,15 +136,12 @@ class Calls:
             for record in self._waiting:
                 self._release_all(record.chunks)
         # Noted only when all is there, so that an error leaves no call that would have to be ended.
-        if chunks:
-            self._acquire_all(chunks)
+        self._acquire_all(chunks)
         kept: tuple[Chunk, ...] = ()
         if keep:
-            try:
+            with contextlib.suppress(BudgetExceeded):  # else each module inside gathers what it reads
                 self._acquire_all(keep)
                 kept = keep
-            except BudgetExceeded:  # each module inside gathers what it reads
-                pass
         for chunk in chunks + kept:
             self._expose(chunk)
         stack = self.running.setdefault(threading.get_ident(), [])
@@ -224,11 +221,9 @@ class Calls:
     def _read(self, record: CallRecord) -> None:
         """Gather what the backward of a call reads; where there is no room now, a node gathers what it asks for."""
         # Appended inside: a call that could not be gathered is not one to be released later.
-        try:
+        with contextlib.suppress(BudgetExceeded):
             self._acquire_all(record.chunks)
             self._reading.append(record)
-        except BudgetExceeded:
-            pass
 
     def relieve(self, want: Want) -> bool:
         """Let go of what is only kept for the rest of a backward, or for modules that this thread may call in a

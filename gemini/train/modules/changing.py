@@ -282,11 +282,6 @@ def _holds_managed(module: nn.Module) -> bool:
     )
 
 
-@cache
-def _is_of_peft(kind: type) -> bool:
-    return any(base.__module__.startswith("peft.") for base in kind.__mro__)
-
-
 def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
     global num_registered
     if type(module) is ParametrizationList:
@@ -302,7 +297,7 @@ def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
         )
     if (
         isinstance(child, nn.Module)
-        and _is_of_peft(type(module))  # type: ignore[arg-type]
+        and any(c.__module__.startswith("peft.") for c in type(module).__mro__)
         and _holds_managed(child)
         and not _holds_managed(module)
     ):

@@ -155,7 +155,7 @@ class SavedWeights:
         """Pop hooks that a forward has left open which an interrupt ended: other models would save by them. The model
         ends; graphs may still refer to this.
         """
-        while self._is_open():
+        while (there := _hooks._top_saved_tensors_default_hooks(False)) and _owner_of(there[0]) is self:
             _hooks._pop_saved_tensors_default_hooks()
         self._manager = None
 
@@ -206,10 +206,6 @@ class SavedWeights:
         _hooks._push_saved_tensors_default_hooks(pack, self._unpack)
         return 1
 
-    def _is_open(self) -> bool:
-        there = _hooks._top_saved_tensors_default_hooks(False)
-        return bool(there) and _owner_of(there[0]) is self
-
     def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> Callable[[torch.Tensor], Any]:
         """Make a hook that keeps views of windows as places, and leaves the rest to the hooks that are open around it.
         Checkpointing counts what is saved, now and in its recomputation: it is told of weights as well. Hooks of the
@@ -229,9 +225,7 @@ class SavedWeights:
                 return place
             if origin == _CHECKPOINTING and torch._C._current_graph_task_id() != -1:
                 # The recomputation inside backward: checkpointing keeps what it is given here until the node asks.
-                return _Recomputed(
-                    place, pack_elsewhere(_Lazy(tensor, partial(self._gather_apart, place))), unpack_elsewhere
-                )
+                return _Recomputed(place, pack_elsewhere(_Lazy(tensor, partial(self._gather, place))), unpack_elsewhere)
             packed = pack_elsewhere(tensor.detach())  # not the param itself, which shows NaN while it is away
             if origin == _CHECKPOINTING:
                 return _Recomputed(place, packed, unpack_elsewhere)
@@ -285,9 +279,9 @@ class SavedWeights:
         if kind is _Recomputed:
             packed.recompute()
             packed = packed.place
-        return self._gather(packed) if self.observers.around_own_work is None else self._gather_apart(packed)
+        return self._find(packed) if self.observers.around_own_work is None else self._gather(packed)
 
-    def _gather(self, place: _Place) -> torch.Tensor:
+    def _find(self, place: _Place) -> torch.Tensor:
         """Make the view again. It lends the window to the node that asked, for as long as that has it. Called on the
         thread that runs the node; takes the lock.
         """
@@ -320,7 +314,7 @@ class SavedWeights:
                 if not is_pinned:
                     self._manager.release(chunk)
 
-    _gather_apart = own_work(_gather)
+    _gather = own_work(_find)
 
 
 def _refuse_written(handle: ParamHandle, num_writes: int) -> None:

@@ -103,9 +103,7 @@ class Exposure:
         if not self._num_readers[index]:
             del self._num_readers[index]
             self._covered.add(index)
-            # As `hide`, noted before it is done. A write is refused when everything has been let go: the copy may go.
-            self._exposed.discard(index)
-            if self._hide(self._by_chunk[index]):
+            if self.hide(chunk):  # a write, refused when everything has been let go: the copy may go
                 self._manager.drop([chunk])
 
     def withdraw(self, chunk: Chunk) -> None:
@@ -190,9 +188,7 @@ class Exposure:
 
 
 def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
-    """Make params of gathered chunks ordinary parameters; returns those that were written to since the last look,
-    through views that somebody has: the writes are refused when that can be done.
-    """
+    """Make params of gathered chunks ordinary parameters; returns those that were written to since the last look."""
     written = []
     for handle in handles:
         param = handle.param

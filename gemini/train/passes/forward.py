@@ -112,15 +112,14 @@ class ForwardPass:
         if self._activations.offloads and not state.in_backward:
             self._activations.begin_forward()
         # Moving weights is no part of a transform around the model: inside one, copies would be recorded and batched.
-        with self.lock if innermost_transform() is None else self._locked_apart():
+        with without_transforms(self.lock):
             if not state.computing:
                 self._begin()
             for recording in self.observers.recordings:
                 recording.begin_call(module)
             try:
                 # What is in place and still being updated is waited for here, by the block that reads it.
-                if resident:
-                    self.exposure.catch_up(resident)
+                self.exposure.catch_up(resident)
                 # Not while others are in the model (they need room as well), nor where every module is watched.
                 if len(self.calls.running) > 1 or self.observers.are_there:
                     keep = ()
@@ -174,14 +173,12 @@ class ForwardPass:
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed; None if it never began. Takes the lock."""
         try:
-            with self.lock if innermost_transform() is None else self._locked_apart():
+            with without_transforms(self.lock):
                 record = self.calls.end(module)
                 # Hooks inside it would stay silent in the next forward too.
                 if not record or not record.parent:
                     self.state.unsettle()
-                # The last thread that runs a forward ends the phase of all.
-                if self.state.in_forward and not self.calls.running:
-                    self.state.end_forward()
+                self._end_if_over()
                 for recording in self.observers.recordings:
                     recording.end_call()
                 if record and record.parent:
@@ -216,13 +213,8 @@ class ForwardPass:
         self._end_if_over()
         self.let_go_of_transformed()
 
-    @contextmanager
-    def _locked_apart(self) -> Iterator[None]:
-        """Take the lock, and leave the transforms that run: the lock alone is enough where none does."""
-        with self.lock, without_transforms():
-            yield
-
     def _end_if_over(self) -> None:
+        # The last thread that runs a forward ends the phase of all.
         if self.state.in_forward and not self.calls.running:
             self.state.end_forward()
 
@@ -239,7 +231,7 @@ class ForwardPass:
 
     def _keep_for_transform(self, chunks: tuple[Chunk, ...]) -> None:
         """Keep chunks gathered until a transform is over, since ``torch.func.grad`` saves params where nobody sees."""
-        with self.lock, without_transforms():
+        with without_transforms(self.lock):
             if not self.transformed:
                 self.state.num_open += 1  # it ends without telling
             kept = self.transformed.setdefault(threading.get_ident(), [])
@@ -285,7 +277,7 @@ class ForwardPass:
         finally:
             if is_first:
                 occupancy.leave()
-            with self.lock, without_transforms():
+            with without_transforms(self.lock):
                 self.exposure.rest_if_idle()
                 # With autograd on a backward may follow that reads them: that one closes.
                 if not torch.is_grad_enabled():
@@ -295,7 +287,7 @@ class ForwardPass:
     def _exposed(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         acquired: list[Chunk] = []
         try:
-            with self.lock, without_transforms():
+            with without_transforms(self.lock):
                 # Before new pins: a lent window with old content must be fetched again before anybody reads it.
                 self._manager.refresh_lent()
                 for chunk in chunks:
@@ -304,7 +296,7 @@ class ForwardPass:
                     self.exposure.expose(chunk)
             yield
         finally:
-            with self.lock, without_transforms():
+            with without_transforms(self.lock):
                 # Guarded first: the release drops a window that an update has overtaken.
                 for chunk in acquired:
                     self.exposure.cover(chunk)
