@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -273,15 +273,14 @@ class SpillFile:
         return transfer
 
 
-def stripes(offset: int, num_bytes: int, drives: int) -> list[tuple[int, int, int, int]]:
+def stripes(offset: int, num_bytes: int, drives: int) -> Iterator[tuple[int, int, int, int]]:
     """Of bytes of a file: the number of the drive, where in its file, where among them, and how many."""
-    done, found = 0, []
+    done = 0
     while done < num_bytes:
         stripe, inside = divmod(offset + done, STRIPE)
         size = num_bytes - done if drives == 1 else min(STRIPE - inside, num_bytes - done)
-        found.append((stripe % drives, stripe // drives * STRIPE + inside, done, size))
+        yield stripe % drives, stripe // drives * STRIPE + inside, done, size
         done += size
-    return found
 
 
 def striped_bytes(num_bytes: int, number: int, drives: int) -> int:

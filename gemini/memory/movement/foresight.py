@@ -62,10 +62,6 @@ class Schedule:
         self.place, self.num_deviations = -1, 0
         self._known.clear()
 
-    def lose(self) -> None:
-        """Take leave of the schedule: what runs now is not this step."""
-        self.place = None
-
     def advance(self, index: int) -> None:
         """A chunk is read: move to the moment that says so."""
         # Several reads inside one moment do not move on.
@@ -194,7 +190,7 @@ class Foresight:
         self._held.clear()
         self._seen = None
         if self.schedule is not None:
-            self.schedule.lose()
+            self.schedule.place = None
 
     @property
     def place(self) -> int | None:

@@ -21,8 +21,7 @@ it (see :mod:`gemini.memory.devices.cuda_windows`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from gemini.interrupts import WHOLE
@@ -134,15 +133,6 @@ class Manager:
         self._clock += 1  # counts acquires: the order of last uses, for the policy
         chunk.last_use = self._clock
 
-    @contextmanager
-    def reading(self, chunk: Chunk) -> Iterator[None]:
-        """Keep the gathered weights of a chunk inside the block."""
-        self.acquire(chunk)
-        try:
-            yield
-        finally:
-            self.release(chunk)
-
     def release(self, chunk: Chunk) -> None:
         """Undo one :meth:`acquire`. The weights stay gathered until someone needs the room."""
         assert chunk.pins > 0, chunk.name
@@ -216,14 +206,6 @@ class Manager:
             if chunk.use is Use.UPDATING:
                 self.room.evict(chunk)
 
-    def _end_updates(self) -> None:
-        """Take the windows of updates that are over."""
-        # A copy: `end_update` takes from the list.
-        for chunk in list(self._updating.values()):
-            update = chunk.update
-            if update is None or update.is_complete():
-                self.end_update(chunk)
-
     def _await_reader(self, want: Want | None = None) -> bool:
         """Wait for an update that reads a window; False if there is none."""
         if not self._updating:
@@ -285,8 +267,10 @@ class Manager:
             self._begin_fetches((place, index) for index in missing)
 
     def _begin_fetches(self, upcoming: Iterable[tuple[int, int]], *, leave: int = 0) -> None:
-        # Windows of updates that are over are room for the first fetches.
-        self._end_updates()
+        # Windows of updates that are over are room for the first fetches. A copy: `end_update` takes from the list.
+        for chunk in list(self._updating.values()):
+            if chunk.update is None or chunk.update.is_complete():
+                self.end_update(chunk)
         for moment, index in upcoming:
             chunk = self.chunks[index]
             if chunk.use is not Use.FREE or chunk.window is None:

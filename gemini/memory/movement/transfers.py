@@ -351,10 +351,8 @@ class Transfer(Job):
         """Block until it is over: what went wrong."""
         try:
             # The copies first, whatever the job says: until they are over the memory is being read or written.
-            if self.copies is not DONE:
-                self.copies.wait_until_over()
-            if not self._done.is_set:
-                self.wait_until_over()
+            self.copies.wait_until_over()
+            self.wait_until_over()
             error = self._error
             if error is None and self.copies is not DONE:
                 # The job has said that they were begun, only they say how they ended.

@@ -91,8 +91,7 @@ class Exposure:
             assert is_resident or chunk.pins, chunk.name
             written = expose(self._by_chunk[index])
             self._exposed.add(index)
-            if written:
-                self._note(chunk, written)
+            self._note(chunk, written)
 
     def cover(self, chunk: Chunk) -> None:
         """Count one reader less of a chunk that moves, and guard it after the last: no other read goes unnoticed."""
@@ -128,13 +127,12 @@ class Exposure:
 
     def look_for_writes(self, chunk: Chunk) -> None:
         """Notice writes to guarded params, through views that somebody has: refused when that can be done."""
-        written = written_to(self._by_chunk[chunk.spec.index])
-        if written:
-            self._note(chunk, written)
+        self._note(chunk, written_to(self._by_chunk[chunk.spec.index]))
 
     def _note(self, chunk: Chunk, written: list[ParamHandle]) -> None:
-        self.written += written
-        self._manager.drop([chunk])  # a copy that differs from its home
+        if written:
+            self.written += written
+            self._manager.drop([chunk])  # a copy that differs from its home
 
     def refuse(self, written: list[ParamHandle]) -> None:
         """Refuse to update weights that others have written to: nothing is updated yet."""

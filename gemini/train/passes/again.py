@@ -116,9 +116,8 @@ def marks_of(module: nn.Module) -> dict[str, Any]:
     it keeps itself, so their identities do.
     """
     found: dict[str, Any] = {}
-    own = vars(module)
-    for name in own.keys() - _OF_TORCH:  # in C: this is for every module, before every forward
-        value = own[name]
+    for name in vars(module).keys() - _OF_TORCH:  # in C: this is for every module, before every forward
+        value = vars(module)[name]
         found[name] = id(value), len(value) if isinstance(value, _CONTAINERS) else 0
     for name, buffer in module._buffers.items():
         found[name] = id(buffer), _version(buffer)
