@@ -40,10 +40,6 @@ def plan(settings: PlanSettings, console: Console) -> int:
 
         find_config(settings.config, settings.layers)  # a name that is none is said before anything else
     way = Way(settings)
-    if settings.picture and way.machine.hardware is None:
-        raise JobError(
-            f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
-        )
     with progress("tracing the step") as status:
         report, made, timeline = (_plan_over_mesh if settings.mesh else _plan_whole)(way, status)
     if settings.json:

@@ -366,7 +366,10 @@ class PlanSettings(_Step):
         ("parallel pp", "precision=fp16", "stages have no common loss scale"),
         ("gradients=transient", "precision=fp16", "it updates inside backward, before the loss scale is known"),
     )
-    needs = (("tokens_per_step", "fastest", "that divides them into micro-batches"),)
+    needs = (
+        ("tokens_per_step", "fastest", "that divides them into micro-batches"),
+        ("picture", "machine", "it shows a step in time, by the speeds of one"),
+    )
 
     def check(self) -> None:
         if self.config is None and self.trace is None:

@@ -85,7 +85,7 @@ REQUESTS = {
     "plan c.json --machine rtx9999": "'rtx9999' is neither a machine that Gemini knows nor a file",
     "plan c.json --machine dgx-h100 --gpus 12": "--gpus 12: a dgx-h100 has 8",
     "plan absent.json": "absent.json: no such file or folder here",
-    f"{PLAN} --picture x.png": "needs the speeds of a machine: --machine",
+    f"{PLAN} --picture x.png": "--picture needs --machine: it shows a step in time",
     "plan --trace t.json --cpu 1GiB": "--trace t.json cannot be read: No such file",
     f"{PLAN} --tile-tokens 1": f"argument --tile-tokens: {BY_PART}, got 1",
     f"{PLAN} --tile-tokens some": f"argument --tile-tokens: {BY_PART}, got 'some'",
