@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -572,6 +572,76 @@ class _Moment(NamedTuple):
     number: int  # in the trace
 
 
+class _Carried:
+    """Activations that leave behind forward and come back ahead of backward, in the order of :class:`_Overlap`."""
+
+    def __init__(self, work: Work, graph: Graph, computed: Sequence[int]):
+        """``computed``: the tasks of the moments so far."""
+        self._work, self._graph, self._computed = work, graph, computed
+        self._moments = work.plan.trace.moments
+        self._saved: list[tuple[int, int]] = []  # what backward will ask for: (the end of the save, bytes)
+        self._leaving: deque[tuple[int, int]] = deque()  # those of it that are on their way, the oldest first
+        self._used: list[int] = []  # the ends of those that backward has used while they left
+        # Those that come, by the moments that ask for them: (moment, bytes). They have room behind the moment `taken`.
+        self._coming: deque[tuple[int, int]] = deque()
+        self._taken = 0
+        self._turn = next((n for n, moment in enumerate(self._moments) if moment.phase is not Phase.FORWARD), 0)
+
+    def begin(self, now: _Moment) -> list[int]:
+        """What has to be over before a moment is computed: it has what it asks for, and there is room for its own."""
+        # The oldest have left where there is no room for more.
+        after = _over(self._leaving, self._work.flight_room - self._work.carried_bytes(now.number, back=False))
+        after += self._restore(now)
+        return after + (self._all_left() if not now.number else [])
+
+    def leave(self, now: _Moment, tasks: list[int]) -> None:
+        """What a moment saved leaves by these tasks."""
+        self._graph.carried(now.number, tasks, back=False)
+        self._saved.append((tasks[-1], self._moments[now.number].saved_bytes))
+        self._leaving.append(self._saved[-1])
+
+    def _restore(self, now: _Moment) -> list[int]:
+        """Bring activations back, when backward has begun and there is room for them. What has not left is there."""
+        hops, num_bytes = self._work.carry(now.number, back=True), self._moments[now.number].restored_bytes
+        if not hops:
+            return []
+        left, latest = self._take(num_bytes)
+        # None comes before backward has begun, which computes behind forward's last moment.
+        first = now.at - now.number + self._turn
+        if self._taken < first:
+            self._taken = first
+            self._coming.clear()
+        self._coming.append((now.at, num_bytes))
+        self._taken = max([self._taken, *_over(self._coming, self._work.flight_room)])
+        after = left + ([self._computed[self._taken - 1]] if self._taken else [])
+        if left:
+            tasks = self._graph.chain(hops, now.step, now.number, after, now.at)
+        else:
+            tasks = [self._graph.add(_NOTHING, now.step, -1, after)]
+        self._graph.carried(now.number, tasks, back=True, left=None if left or latest < 0 else latest)
+        return tasks[-1:] + (self._all_left() if left else [])
+
+    def _take(self, num_bytes: int) -> tuple[list[int], int]:
+        """Take what was saved last: the ends of the saves that are elsewhere by now, and of the last one that is not
+        (-1 without any), whose memory backward has when it has left.
+        """
+        left, latest = list[int](), -1
+        while self._saved and num_bytes > 0:
+            end, own = self._saved.pop()
+            num_bytes -= own
+            if self._leaving and self._leaving[-1][0] == end:
+                self._used.append(self._leaving.pop()[0])
+                latest = max(latest, end)
+            else:
+                left.append(end)
+        return left, latest
+
+    def _all_left(self) -> list[int]:
+        """What has to be over before others have the memory of what backward used while it left."""
+        ends, self._used = self._used, []
+        return ends
+
+
 class _Overlap:
     """The order of :func:`overlapped` in the making, moment after moment. Tasks are known by their numbers."""
 
@@ -605,14 +675,7 @@ class _Overlap:
         self._room = work.landing_room
         self._landed_here: list[int] = []  # what the next moment waits for: landed by the host that computes, or room
 
-        self._waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
-        # On their way: the same, the oldest first; and those that come, by the moments that ask for them, behind the
-        # one that has taken what was in their room.
-        self._leaving: deque[tuple[int, int]] = deque()
-        self._coming: deque[tuple[int, int]] = deque()
-        self._taken = 0
-        self._shared: list[int] = []  # the ends of those that backward has used while they left
-        self._turn = next((n for n, m in enumerate(self._plan.trace.moments) if m.phase is not Phase.FORWARD), 0)
+        self._carried = _Carried(work, self.graph, self._computed)
 
     def moment(self, at: int) -> _Moment:
         step, rest = divmod(at, self.per_step)
@@ -624,9 +687,7 @@ class _Overlap:
             self._fetch(stay, now)
         read = self._plan.accesses[now.number].chunks
         after = self._computed[-1:] + [self._fetched.pop(index) for index in read if index in self._fetched]
-        # The oldest have left where there is no room for more.
-        after += _over(self._leaving, self._work.flight_room - self._work.carried_bytes(now.number, back=False))
-        after += self._restore(now) + (self._all_left() if not now.number else [])
+        after += self._carried.begin(now)
         after += self._landed_here
         self._landed_here.clear()
         if self._launches:
@@ -642,9 +703,7 @@ class _Overlap:
         self._computed[-1:] = self._behind(exchange, now)[-1:] or self._computed[-1:]
         saved = self._behind(self._work.carry(now.number, back=False), now)
         if saved:
-            self.graph.carried(now.number, saved, back=False)
-            self._waiting.append((saved[-1], self._plan.trace.moments[now.number].saved_bytes))
-            self._leaving.append(self._waiting[-1])
+            self._carried.leave(now, saved)
         for landing in self._work.landings(adding=now.batch > 0)[now.number]:
             self._land(landing, now)
         while self._room < 0 and self._landing:  # what is computed next has the room of the oldest ones
@@ -669,39 +728,6 @@ class _Overlap:
         tasks = self.graph.chain(self._work.fetch(stay.chunk), now.step, now.number, after, stay.first_use)
         self.graph.window(tasks[0], stay.chunk, at_end=False)
         self._fetched[stay.chunk] = tasks[-1]
-
-    def _restore(self, now: _Moment) -> list[int]:
-        """Bring activations back, when backward has begun and there is room for them. What has not left is there."""
-        hops = self._work.carry(now.number, back=True)
-        if not hops:
-            return []
-        missing, left, latest = self._plan.trace.moments[now.number].restored_bytes, list[int](), -1
-        while self._waiting and missing > 0:
-            end, num_bytes = self._waiting.pop()
-            missing -= num_bytes
-            if self._leaving and self._leaving[-1][0] == end:
-                self._shared.append(self._leaving.pop()[0])
-                latest = max(latest, end)
-            else:
-                left.append(end)
-        first = now.at - now.number + self._turn
-        if self._taken < first:
-            self._taken = first
-            self._coming.clear()
-        self._coming.append((now.at, self._plan.trace.moments[now.number].restored_bytes))
-        self._taken = max([self._taken, *_over(self._coming, self._work.flight_room)])
-        after = left + ([self._computed[self._taken - 1]] if self._taken else [])
-        if left:
-            tasks = self.graph.chain(hops, now.step, now.number, after, now.at)
-        else:
-            tasks = [self.graph.add(_NOTHING, now.step, -1, after)]
-        self.graph.carried(now.number, tasks, back=True, left=None if left or latest < 0 else latest)
-        return tasks[-1:] + (self._all_left() if left else [])
-
-    def _all_left(self) -> list[int]:
-        """What has to be over before others have the memory of what backward used while it left."""
-        ends, self._shared = self._shared, []
-        return ends
 
     def _launch(self, now: _Moment, read: Iterable[int]) -> int:
         """Launch a moment, behind the updates of what it reads in place."""
