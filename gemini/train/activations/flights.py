@@ -428,22 +428,9 @@ class Flights:
     def _lend(self, flight: Flight, asking: frozenset[Turn]) -> bool:
         """Give a flight memory, from room that is left over. False if there is none; then it has none."""
         tier, num_bytes = self._computing, flight.num_bytes
-        needs_buffer = self._file is not None
-        # A parked buffer is in the ledger already: no bytes are taken for it.
-        while needs_buffer and not self._parked.get(num_bytes):
-            # Saves end here and not when asked to give way: that would free a buffer, to make the same one anew.
-            turns = AHEAD if self.saving else asking
-            if self._ledger.reserve_if_room(Tier.CPU, num_bytes, IN_FLIGHT, turns):
-                try:
-                    self._park(self._device.make_host_buffer(num_bytes))
-                except BaseException:
-                    self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
-                    raise
-            elif turns is asking:
+        if self._file is not None:
+            if not self._has_parked(num_bytes, asking):
                 return False
-            else:
-                self._end_oldest()
-        if needs_buffer:
             flight.buffer = self._parked[num_bytes].pop()
         # Gradients on their way home have what nobody uses; a device waits for those itself, that have long left.
         ours = self._ledger.held(tier, IN_FLIGHT) + num_bytes <= self._needed
@@ -459,6 +446,24 @@ class Flights:
                 self._park(flight.buffer)
                 flight.buffer = None
         return has_room
+
+    def _has_parked(self, num_bytes: int, asking: frozenset[Turn]) -> bool:
+        """See that there is a buffer of that size to be lent; False if there is no room to make one."""
+        # A parked one is in the ledger already: no bytes are taken for it.
+        while not self._parked.get(num_bytes):
+            # Saves end here and not when asked to give way: that would free a buffer, to make the same one anew.
+            turns = AHEAD if self.saving else asking
+            if self._ledger.reserve_if_room(Tier.CPU, num_bytes, IN_FLIGHT, turns):
+                try:
+                    self._park(self._device.make_host_buffer(num_bytes))
+                except BaseException:
+                    self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
+                    raise
+            elif turns is asking:
+                return False
+            else:
+                self._end_oldest()
+        return True
 
     def _park(self, buffer: torch.Tensor) -> None:
         """Keep a buffer for the next flight of its size: its pages are there already."""

@@ -244,35 +244,40 @@ class SlotReader(TensorFile):
         if run.slot == ZEROS:
             return
         _, offset, size = self.slots[plane]
-        position, num_bytes, crc, cause = offset + run.slot * size + run.first * PAGE, run.pages * PAGE, 0, None
+        position, cause = offset + run.slot * size + run.first * PAGE, None
         try:
-            buffer = torch.empty(min(_AT_ONCE, num_bytes), dtype=torch.uint8, device="cpu")
-            with self._all_opened() as files:
-                for at in range(0, num_bytes, _AT_ONCE):
-                    # The last one may be shorter.
-                    part = buffer[: num_bytes - at]
-                    self._fill(files, position + at, bytes_of(part))
-                    crc = crc32(part, crc)
+            # Without a sum all that can be seen is that it can be read.
+            if self._sum_of(position, run.pages * PAGE) == run.crc or run.crc is None:
+                return
         except StorageError as e:
             cause = e
-        # Without a sum all that can be seen is that it can be read.
-        if cause is None and run.crc in (None, crc):
-            return
         kind, _, chunk = plane.rpartition("/")
-        start, stop = run.first * PAGE, run.first * PAGE + num_bytes
+        raise StorageError(
+            f"{self.path} is damaged in the {kind} of chunk {chunk}{self._params_in(plane, run)}, {run.pages} pages "
+            f"from byte {position}: {cause or 'they are not what was written'}. Check the drive; resume from a "
+            "checkpoint, or start anew in another folder"
+        ) from cause
+
+    def _sum_of(self, position: int, num_bytes: int) -> int:
+        crc, buffer = 0, torch.empty(min(_AT_ONCE, num_bytes), dtype=torch.uint8, device="cpu")
+        with self._all_opened() as files:
+            for at in range(0, num_bytes, _AT_ONCE):
+                # The last one may be shorter.
+                part = buffer[: num_bytes - at]
+                self._fill(files, position + at, bytes_of(part))
+                crc = crc32(part, crc)
+        return crc
+
+    def _params_in(self, plane: str, run: _PageRun) -> str:
+        """The params that have something in a run, in words."""
+        start, stop = run.first * PAGE, (run.first + run.pages) * PAGE
         held = [
             name
             for name, (of, at) in self._places.items()
             if of == plane and at < stop and start < at + self.specs[name].num_bytes
         ]
-        params = f", of {held[0]}" if held else ""
-        if len(held) > 1:
-            params += f" and {len(held) - 1} more"
-        raise StorageError(
-            f"{self.path} is damaged in the {kind} of chunk {chunk}{params}, {run.pages} pages from byte {position}: "
-            f"{cause or 'they are not what was written'}. Check the drive; resume from a checkpoint, or start anew in "
-            "another folder"
-        ) from cause
+        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        return f", of {held[0]}{more}" if held else ""
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         plane, at = self._places[name]

@@ -336,6 +336,18 @@ class GradientStore:
         """Wait until every gradient has landed. Raises whatever kept one from it; what has landed stays."""
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
 
+    def _land_at_once(self, flat: torch.Tensor, views: list[torch.Tensor | None], adding: bool) -> kernels.Sums:
+        """Land what ranks have added up on a GPU, perhaps more than a tile, in planes that the host sees. A worker's
+        thread waits for the last of it.
+        """
+        assert self._land_by_host is not None
+        self._mover.count(Tier.GPU, Tier.CPU, flat.nbytes)
+        piece = self._mover.tile * 4 // flat.element_size()
+        into, lost = views if len(views) > 1 else (views[0], None)
+        _, landed, found = self._land_by_host(flat, into, lost, piece, adding, behind_computing=False)
+        landed.wait()
+        return found.sums()  # type: ignore[no-any-return]
+
     def land_piece(
         self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool, after: Event | None = None
     ) -> kernels.Sums:
@@ -349,15 +361,10 @@ class GradientStore:
         # Tile by tile through host staging. The same in every step, until the planes change:
         planes = chunk.prepared.get(GRADS) or chunk.prepared.setdefault(GRADS, _grad_planes(chunk))
         crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
-        # Where ranks have added up more than a tile on the device: all at once, and the thread waits for the last one.
         if self._land_by_host is not None and self._staging is None and self._mover.in_worker and flat.is_cuda:
-            into, lost = (*(plane.host_view(at, at + flat.numel()) for plane in planes), None)[:2]
-            if into is not None and (lost is not None or len(planes) == 1):
-                self._mover.count(Tier.GPU, Tier.CPU, flat.nbytes)
-                piece = self._mover.tile * 4 // flat.element_size()
-                _, landed, found = self._land_by_host(flat, into, lost, piece, adding, behind_computing=False)
-                landed.wait()
-                return found.sums()  # type: ignore[no-any-return]
+            views = [plane.host_view(at, at + flat.numel()) for plane in planes]
+            if all(view is not None for view in views):
+                return self._land_at_once(flat, views, adding)
         sums: kernels.Sums = []
         with self._mover.about("gradient landing", f"land gradients of chunk {chunk.spec.index}", chunk.spec.index):
             numel = flat.numel()
