@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gemini.ledger import Ledger
-from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.transfers import Transfers
 from gemini.memory.nvme import SpillFile
+from gemini.planning.planes import PlaneSpec
 from gemini.tiers import Tier
 
 
@@ -38,3 +39,17 @@ class ChunkStore:
     def moves(self) -> bool:
         """Whether the weights of some chunk do: else there is nothing to gather, to evict and to look ahead for."""
         return not all(chunk.resident for chunk in self.chunks)
+
+    def make_plane(self, spec: PlaneSpec, numel: int, tier: Tier, *, crosses: bool = True) -> Plane:
+        """Make a plane, whose bytes are reserved; they are given back if it cannot be made."""
+        try:
+            return make_plane(spec, numel, tier, self.device, self.files, crosses=crosses)
+        except BaseException:
+            self.ledger.release(tier, spec.page_bytes(numel), spec.kind)
+            raise
+
+    def give_back(self, kind: str, plane: Plane) -> None:
+        """Give back a plane of that kind. The slot before the bytes: who finds bytes free allocates a slot at once."""
+        if isinstance(plane, FilePlane):
+            plane.give_back()
+        self.ledger.release(plane.tier, plane.num_bytes, kind)

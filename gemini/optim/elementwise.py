@@ -7,6 +7,7 @@ the same.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -186,15 +187,40 @@ class AdanRule(ElementwiseRule):
 # ---- Sophia ----------------------------------------------------------------------------------------------------------
 
 
-def _clipped_step(master: Tensor, r: Tensor, s: Any) -> None:
-    """No element moves by more than the learning rate; NaN stays."""
-    r = torch.where(r > 1, 1.0, r)
-    r = torch.where(r < -1, -1.0, r)
-    master.mul_(s.decay).add_(r * s.neg_lr)
+class _SophiaRule(ElementwiseRule):
+    """Momentum divided by what follows from an estimate of the diagonal of the Hessian."""
+
+    kernel: ClassVar[str]
+
+    @abstractmethod
+    def divisor(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """The numbers that make a divisor of the estimate."""
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
+        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        if group["estimates_hessian"]:
+            return kernel_scalars(f"{self.kernel}_estimate", beta2=beta2, c2=1.0 - beta2, grad_scale=grad_scale)
+        decay = 1.0 - lr * float(group["weight_decay"])
+        more: dict[str, Any] = {**self.divisor(group), "decay": decay, "neg_lr": -lr, "grad_scale": grad_scale}
+        return kernel_scalars(self.kernel, beta1=beta1, c1=1.0 - beta1, **more)
+
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
+        s, m, h = scalars, states["exp_avg"], states["hessian"]
+        g = grad.float() * s.grad_scale
+        if s.kernel.endswith("_estimate"):
+            h.mul_(s.beta2).add_((g * s.c2) * g if s.kernel == "sophia_estimate" else g * s.c2)
+            return
+        m.mul_(s.beta1).add_(g * s.c1)
+        divisor = h * s.scale
+        r = m / (divisor + s.tiny if s.kernel == "sophia" else torch.where(divisor > s.least, divisor, s.least))
+        # No element moves by more than the learning rate; NaN stays.
+        r = torch.where(r > 1, 1.0, r)
+        r = torch.where(r < -1, -1.0, r)
+        master.mul_(s.decay).add_(r * s.neg_lr)
 
 
 @dataclass(frozen=True)
-class SophiaGRule(ElementwiseRule):
+class SophiaGRule(_SophiaRule):
     """Sophia-G (Liu et al., 2023, arXiv:2305.14342): momentum divided by an estimate of the diagonal of the Hessian,
     with each element of the step clipped at lr. Your program has to estimate the diagonal, about every tenth step, with
     :meth:`gemini.optim.SophiaG.estimating_hessian`.
@@ -216,33 +242,14 @@ class SophiaGRule(ElementwiseRule):
         "estimates_hessian": Hyper(False),
     }
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
-        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
-        if group["estimates_hessian"]:
-            return kernel_scalars("sophia_estimate", beta2=beta2, c2=1.0 - beta2, grad_scale=grad_scale)
-        return kernel_scalars(
-            "sophia",
-            beta1=beta1,
-            c1=1.0 - beta1,
-            scale=float(group["rho"]) * float(group["bs"]),
-            tiny=1e-15,
-            decay=1.0 - lr * float(group["weight_decay"]),
-            neg_lr=-lr,
-            grad_scale=grad_scale,
-        )
+    kernel = "sophia"
 
-    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
-        s, m, h = scalars, states["exp_avg"], states["hessian"]
-        g = grad.float() * s.grad_scale
-        if s.kernel == "sophia_estimate":
-            h.mul_(s.beta2).add_((g * s.c2) * g)
-            return
-        m.mul_(s.beta1).add_(g * s.c1)
-        _clipped_step(master, m / (h * s.scale + s.tiny), s)
+    def divisor(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return {"scale": float(group["rho"]) * float(group["bs"]), "tiny": 1e-15}
 
 
 @dataclass(frozen=True)
-class SophiaHRule(ElementwiseRule):
+class SophiaHRule(_SophiaRule):
     """Sophia-H (Liu et al., 2023, arXiv:2305.14342): like Sophia-G, but with Hutchinson's estimate of the diagonal.
     Your program makes it, about every tenth step, with :meth:`gemini.optim.SophiaH.estimate_hessian`.
     """
@@ -261,27 +268,7 @@ class SophiaHRule(ElementwiseRule):
         "estimates_hessian": Hyper(False),
     }
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
-        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
-        if group["estimates_hessian"]:
-            return kernel_scalars("sophia_h_estimate", beta2=beta2, c2=1.0 - beta2, grad_scale=grad_scale)
-        return kernel_scalars(
-            "sophia_h",
-            beta1=beta1,
-            c1=1.0 - beta1,
-            scale=float(group["rho"]),
-            least=float(group["eps"]),
-            decay=1.0 - lr * float(group["weight_decay"]),
-            neg_lr=-lr,
-            grad_scale=grad_scale,
-        )
+    kernel = "sophia_h"
 
-    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
-        s, m, h = scalars, states["exp_avg"], states["hessian"]
-        g = grad.float() * s.grad_scale
-        if s.kernel == "sophia_h_estimate":
-            h.mul_(s.beta2).add_(g * s.c2)
-            return
-        m.mul_(s.beta1).add_(g * s.c1)
-        divisor = h * s.scale
-        _clipped_step(master, m / torch.where(divisor > s.least, divisor, s.least), s)
+    def divisor(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return {"scale": float(group["rho"]), "least": float(group["eps"])}

@@ -21,9 +21,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from gemini.errors import BudgetExceeded
 from gemini.planning.costs import Costs, Efficiency, Grid, Group, MeshSizes, sent_in_ring
@@ -216,9 +215,6 @@ def block_by_block(trace: MemoryTrace, number: int) -> MemoryTrace:
     )
 
 
-Make: TypeAlias = Callable[[MemoryTrace, int, str], Plan]
-"""Plans a stage for so many micro-batches, in this order ("" without stages)."""
-
 ORDERS = ("1f1b", "bfs")
 """In which order stages take micro-batches: one forward, one backward; or breadth first."""
 
@@ -265,7 +261,7 @@ def play_mesh(
     trace: MemoryTrace,
     hardware: Hardware,
     sizes: MeshSizes,
-    make: Make,
+    make: Callable[[MemoryTrace, int, str], Plan],
     *,
     micro_batches: int,
     width: int,
@@ -276,84 +272,72 @@ def play_mesh(
 ) -> MeshOutcome:
     """Plan and play a step over a mesh. BudgetExceeded names a stage that does not fit; ValueError for a model that has
     fewer blocks than stages. ``trace``: of a micro-batch of the whole model on one rank, with its slices and parts of
-    sequences. ``width``: of hidden states. ``order``: None for the quicker one of those that fit. ``ends``: play only
-    the first and the last stage, which have what comes before and after the blocks.
+    sequences. ``make``: plans a stage of it for so many micro-batches, in this order ("" without stages). ``width``: of
+    hidden states. ``order``: None for the quicker one of those that fit. ``ends``: play only the first and the last
+    stage, which have what comes before and after the blocks.
     """
-    boundary = trace.tokens * width * compute_itemsize(trace.precision)
-    mesh = _Mesh(trace, hardware, Grid(sizes, per_machine), micro_batches, boundary)
-    play = partial(mesh.play, make, schedule=schedule, ends=ends)
-    if sizes.pp == 1:
-        return play("")
-    found, refusals = list[MeshOutcome](), list[BudgetExceeded]()
-    for each in ORDERS if order is None else (order,):
-        try:
-            found.append(play(each))
-        except BudgetExceeded as e:
-            refusals.append(e)
-    if not found:
-        raise refusals[0]
-    return min(found, key=lambda outcome: outcome.step_seconds)
-
-
-class _Mesh(NamedTuple):
-    """A step over a mesh that is to be played. ``boundary``: bytes of the hidden states of a micro-batch."""
-
-    trace: MemoryTrace
-    hardware: Hardware
-    grid: Grid
-    micro_batches: int
-    boundary: int
-
-    def play(self, make: Make, order: str, *, schedule: str, ends: bool) -> MeshOutcome:
-        """One rank of each stage, by itself; then what the slowest takes with the bubble."""
-        return self._together(order, self._stages(make, order, schedule, ends=ends))
-
-    def _stages(self, make: Make, order: str, schedule: str, *, ends: bool) -> list[StageOutcome]:
-        sizes = self.grid.sizes
-        stages: list[StageOutcome] = []
-        for number, (start, stop, own) in enumerate(_stages(self.trace, sizes.pp, self.boundary)):
-            if ends and 0 < number < sizes.pp - 1:
-                continue
-            if order == "1f1b":
-                own = in_flight(own, min(self.micro_batches, sizes.pp - number))
-            elif order == "bfs":
-                own = breadth_first(own, self.micro_batches)
+    if order is None and sizes.pp > 1:
+        how: Any = {"micro_batches": micro_batches, "width": width, "per_machine": per_machine, "ends": ends}
+        found, refusals = list[MeshOutcome](), list[BudgetExceeded]()
+        for each in ORDERS:
             try:
-                plan = make(own, 1 if order == "bfs" else self.micro_batches, order)
+                found.append(play_mesh(trace, hardware, sizes, make, order=each, schedule=schedule, **how))
             except BudgetExceeded as e:
-                if sizes.pp == 1:
-                    raise
-                where = f"stage {number + 1} of {sizes.pp} (blocks {start} to {stop - 1})"
-                raise BudgetExceeded(f"{where}: {e}") from e
-            timeline = simulate(plan, self.hardware, schedule=schedule, mesh=sizes)
-            stages.append(StageOutcome((start, stop), plan, timeline))
-        return stages
+                refusals.append(e)
+        if not found:
+            raise refusals[0]
+        return min(found, key=lambda outcome: outcome.step_seconds)
+    grid, order = Grid(sizes, per_machine), "" if sizes.pp == 1 else order or ""
+    boundary = trace.tokens * width * compute_itemsize(trace.precision)
+    stages: list[StageOutcome] = []
+    for number, (start, stop, own) in enumerate(_stages(trace, sizes.pp, boundary)):
+        if ends and 0 < number < sizes.pp - 1:
+            continue
+        if order == "1f1b":
+            own = in_flight(own, min(micro_batches, sizes.pp - number))
+        elif order == "bfs":
+            own = breadth_first(own, micro_batches)
+        try:
+            plan = make(own, 1 if order == "bfs" else micro_batches, order)
+        except BudgetExceeded as e:
+            if sizes.pp == 1:
+                raise
+            where = f"stage {number + 1} of {sizes.pp} (blocks {start} to {stop - 1})"
+            raise BudgetExceeded(f"{where}: {e}") from e
+        timeline = simulate(plan, hardware, schedule=schedule, mesh=sizes)
+        stages.append(StageOutcome((start, stop), plan, timeline))
+    return _together(trace, stages, _costs(trace, hardware, grid), grid, micro_batches, order, boundary)
 
-    def _together(self, order: str, stages: list[StageOutcome]) -> MeshOutcome:
-        grid, boundary, micro_batches = self.grid, self.boundary, self.micro_batches
-        sizes, costs, sent = grid.sizes, _costs(self.trace, self.hardware, grid), _sent(grid, stages)
-        loops, bubble = LOOPS if order == "bfs" else 1, 0.0
-        if sizes.pp > 1:
-            # To one rank, which is on this machine or on another.
-            inside, between = (0, boundary) if grid.stages.local == 1 else (boundary, 0)
-            handed = 2 * micro_batches * loops
-            sent["hidden states"] = (handed * inside, handed * between)
-            computing = max(
-                stage.timeline.busy.get(Track.COMPUTE, 0.0) + stage.timeline.busy.get(Track.EXCHANGE, 0.0)
-                for stage in stages
-            )
-            bubble = (sizes.pp - 1) * (computing / (micro_batches * loops) + 2 * costs.wires(inside, between).seconds)
-        slowest = max(stage.timeline.step_seconds for stage in stages)
-        return MeshOutcome(
-            sizes,
-            micro_batches,
-            order,
-            tuple(stages),
-            self.trace.tokens * micro_batches * sizes.shards,
-            bubble,
-            max(slowest + bubble, costs.wires(*map(sum, zip(*sent.values(), strict=True))).seconds),
-            {name: both for name, both in sent.items() if any(both)},
+
+def _together(
+    trace: MemoryTrace, stages: list[StageOutcome], costs: Costs, grid: Grid, number: int, order: str, boundary: int
+) -> MeshOutcome:
+    """A step of ``number`` micro-batches: its slowest stage, with the bubble, or its messages, if these take longer.
+    ``boundary``: bytes of hidden states of a micro-batch.
+    """
+    sizes, sent = grid.sizes, _sent(grid, stages)
+    loops, bubble = LOOPS if order == "bfs" else 1, 0.0
+    if sizes.pp > 1:
+        # To one rank, which is on this machine or on another.
+        inside, between = (0, boundary) if grid.stages.local == 1 else (boundary, 0)
+        handed = 2 * number * loops
+        sent["hidden states"] = (handed * inside, handed * between)
+        computing = max(
+            stage.timeline.busy.get(Track.COMPUTE, 0.0) + stage.timeline.busy.get(Track.EXCHANGE, 0.0)
+            for stage in stages
         )
+        bubble = (sizes.pp - 1) * (computing / (number * loops) + 2 * costs.wires(inside, between).seconds)
+    slowest = max(stage.timeline.step_seconds for stage in stages)
+    return MeshOutcome(
+        sizes,
+        number,
+        order,
+        tuple(stages),
+        trace.tokens * number * sizes.shards,
+        bubble,
+        max(slowest + bubble, costs.wires(*map(sum, zip(*sent.values(), strict=True))).seconds),
+        {name: both for name, both in sent.items() if any(both)},
+    )
 
 
 def _costs(trace: MemoryTrace, hardware: Hardware, grid: Grid) -> Costs:

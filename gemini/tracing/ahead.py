@@ -261,7 +261,12 @@ class _FakeStep(NamedTuple):
                 imagine_slices(fake, slices, sent)
             if number > 1:
                 with unset_fake_temporarily():
-                    own = part_of(_with_values(self.batch), number - 1, number)
+                    # A batch is looked at before it is cut: ones for what has no values.
+                    own = {
+                        k: torch.ones(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) and v.is_meta else v
+                        for k, v in self.batch.items()
+                    }
+                    own = part_of(own, number - 1, number)
             known: dict[int, torch.Tensor] = {}
             yield _Prepared(fake, {name: fake_input(v, mode, known) for name, v in own.items()}, kept, mode, sent)
 
@@ -536,14 +541,6 @@ def _set_checkpointing(model: Any, wanted: bool | str | None) -> None:
     else:  # the first name since transformers 5.20
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable(None if wanted is True else {"use_reentrant": kinds[str(wanted)]})
-
-
-def _with_values(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Ones for tensors on the meta device: a batch is looked at before it is cut."""
-    return {
-        name: torch.ones(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) and value.is_meta else value
-        for name, value in batch.items()
-    }
 
 
 def fake_input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor]) -> Any:

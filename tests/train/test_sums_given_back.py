@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gemini.memory import store
 from gemini.planning.planes import GRAD
-from gemini.train.gradients import homes
 from gemini.train.step import Occupancy
 from tests.train.helpers import Blocks, adam, squares, wrap
 
@@ -24,7 +24,7 @@ def test_an_interrupt_while_sums_are_made(where: str, tmp_path: Path, monkeypatc
     model = wrap(Blocks(), where, tmp_path, slack=2**22)
     optimizer = adam(model)
     squares(model, 0).backward()
-    before, real, made = _held(model), homes.make_plane, []
+    before, real, made = _held(model), store.make_plane, []
 
     def make_plane(*args: Any, **kwargs: Any) -> Any:
         if not made:
@@ -32,7 +32,7 @@ def test_an_interrupt_while_sums_are_made(where: str, tmp_path: Path, monkeypatc
         made.append(real(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(homes, "make_plane", make_plane)
+    monkeypatch.setattr(store, "make_plane", make_plane)
     with pytest.raises(KeyboardInterrupt):
         squares(model, 1).backward()
     assert made

@@ -14,7 +14,7 @@ import torch
 from gemini.errors import BudgetExceeded, StorageError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.ledger import OF_BUDGET, WELCOME
-from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
+from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
@@ -37,8 +37,8 @@ class GradientHomes:
     def __init__(self, handles: list[ParamHandle], store: ChunkStore, *, working_set: int):
         """``working_set``: bytes of the computing tier that a step takes beside planes, which sums must leave free."""
         self._handles, self._working_set = handles, working_set
+        self._store, self._transfers = store, store.transfers
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
-        self._files, self._transfers = store.files, store.transfers
         self._rounds = False
 
     def promote(self, chunks: list[Chunk]) -> None:
@@ -113,12 +113,12 @@ class GradientHomes:
                 self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of the gradients of a stage")
             elif not self._ledger.reserve_if_room(tier, num_bytes, GRAD, WELCOME):
                 return
+            near = self._store.make_plane(_SUMS, home.numel, tier)
             try:
-                near = make_plane(_SUMS, home.numel, tier, self._device, self._files)
                 # Before it takes the place: what goes home from there is all that the chunk has.
                 self._widen(chunk, home, near)
             except BaseException:
-                self._ledger.release(tier, num_bytes, GRAD)
+                self._end(near)
                 raise
             chunk.change_planes({GRAD: near})
             moved.append((chunk, home))
@@ -160,12 +160,7 @@ class GradientHomes:
                 if is_away or num_bytes > self._ledger.left_beside_windows(self._device.tier, self._working_set):
                     has_reserved = staging.reserve()
                 for chunk in narrow:
-                    tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
-                    try:
-                        wide.append(make_plane(_SUMS, _grad_numel(chunk), tier, self._device, self._files))
-                    except BaseException:
-                        self._ledger.release(tier, num_bytes, GRAD)
-                        raise
+                    wide.append(self._store.make_plane(_SUMS, _grad_numel(chunk), self._reserve_wide(chunk)))
                 if any(plane.tier is not here for plane in wide):
                     has_reserved = staging.reserve() or has_reserved
             except BaseException:
@@ -176,12 +171,8 @@ class GradientHomes:
                 raise
 
     def _end(self, *planes: Plane) -> None:
-        """Give back planes: their slots and their bytes."""
         for plane in planes:
-            # The slot before the bytes: who finds bytes free allocates a slot at once.
-            if isinstance(plane, FilePlane):
-                plane.give_back()
-            self._ledger.release(plane.tier, plane.num_bytes, GRAD)
+            self._store.give_back(GRAD, plane)
 
     def _reserve_wide(self, chunk: Chunk) -> Tier:
         """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""

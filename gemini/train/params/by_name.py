@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
@@ -56,8 +55,7 @@ class ByName:
 
     def __getitem__(self, name: str) -> ParamHandle:
         if name not in self._handles:
-            near = get_close_matches(name, self._handles) or list(self._handles)[:3]
-            raise KeyError(f"no managed param is called {name!r}; there are {', '.join(near)}")
+            raise KeyError(f"no managed param is called {name!r}; there are {', '.join(list(self._handles)[:3])}")
         return self._handles[name]
 
     def __contains__(self, name: str) -> bool:

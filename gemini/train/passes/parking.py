@@ -18,7 +18,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.ledger import WELCOME
-from gemini.memory.chunks.chunk import Chunk, FilePlane, MemoryPlane, Plane, make_plane
+from gemini.memory.chunks.chunk import Chunk, MemoryPlane, Plane
 from gemini.memory.movement.mover import Working
 from gemini.memory.watching import Moved
 from gemini.planning.placement import Problem
@@ -145,11 +145,7 @@ class Parking:
         for tier in (Tier.CPU, *(filed for filed in FILED if filed in store.files and plane.block == 1)):
             with WHOLE, torch.inference_mode(False):
                 if store.ledger.reserve_if_room(tier, num_bytes, kind, WELCOME):
-                    try:
-                        below = make_plane(spec, plane.numel, tier, store.device, store.files, crosses=False)
-                    except BaseException:
-                        store.ledger.release(tier, num_bytes, kind)
-                        raise
+                    below = store.make_plane(spec, plane.numel, tier, crosses=False)
                     away.append(_Away(chunk, kind, plane, below))
                     return
         below_gpu = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
@@ -169,10 +165,7 @@ class Parking:
     def _drop(self, away: list[_Away]) -> None:
         """Give back what was made below."""
         for _, kind, _, below in away:
-            # The slot before the bytes: who finds bytes free allocates a slot at once.
-            if isinstance(below, FilePlane):
-                below.give_back()
-            self._store.ledger.release(below.tier, below.num_bytes, kind)
+            self._store.give_back(kind, below)
 
     def _leave(self, away: list[_Away]) -> None:
         """Put the copies in the place of the planes, and give the device's memory back."""

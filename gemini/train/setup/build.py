@@ -228,7 +228,14 @@ def _reserve_on_device(
     device: Device, ledger: Ledger, problem: Problem, placement: Placement, *, in_flight: int
 ) -> None:
     """Let the device take the memory of what it computes with. ``in_flight``: gradients that stand in windows too."""
-    device.reserve_host(_crossing_planes(problem, placement))
+    # What of host memory is copied to or from the device, by name, in the order in which it is made.
+    crossing = [
+        (f"{kind} of chunk {i}", num_bytes)
+        for i, homes in enumerate(placement.homes)
+        for kind, num_bytes in problem.sizes[i].items()
+        if homes[kind] is Tier.CPU and (kind in _CROSSING or i in placement.streamed)
+    ]
+    device.reserve_host(crossing)
     # No more than all windows, and no more than the plan leaves them; beside those of ranks, whose gradients stand in
     # windows too until they are divided.
     windows = ledger.gathers[problem.compute] - problem.in_flight
@@ -254,16 +261,6 @@ def _open_files(config: GeminiConfig, needed: Mapping[Tier, int], durable: Store
         for tier in FILED
         if (paths := config.memory.paths_of(tier))
     }
-
-
-def _crossing_planes(problem: Problem, placement: Placement) -> list[tuple[str, int]]:
-    """The planes in host memory that are copied to or from the device, by name, in the order in which they are made."""
-    return [
-        (f"{kind} of chunk {i}", num_bytes)
-        for i, homes in enumerate(placement.homes)
-        for kind, num_bytes in problem.sizes[i].items()
-        if homes[kind] is Tier.CPU and (kind in _CROSSING or i in placement.streamed)
-    ]
 
 
 def _make_chunks(
