@@ -87,10 +87,11 @@ def set_threads(number: int) -> None:
     """Of torch and of our kernels."""
     import torch
 
-    from gemini import kernels
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from tests import kernel_settings
 
     torch.set_num_threads(number)
-    kernels.set_num_threads(number)
+    kernel_settings.set_num_threads(number)
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -26,6 +26,7 @@ from benchmarks._rounds import Spread, measure_in_turn, median_ratio, seconds_of
 from gemini import kernels
 from gemini.optim.around import CompactRule
 from gemini.rules import ADAM, Arrays, Segment, Where
+from tests import kernel_settings
 
 HUGE_PAGE = 2 << 20
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -144,9 +145,9 @@ def main() -> None:
     args = parser.parse_args()
 
     n = int(args.params)
-    kernels.set_num_threads(args.threads)
+    kernel_settings.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
-    with kernels.use_isa(args.isa):
+    with kernel_settings.use_isa(args.isa):
         all_of_them = contenders(n)
         by_name = {c.name: c for c in all_of_them}
         times = measure_in_turn(list(by_name), args.rounds, lambda name: seconds_of(by_name[name].run))

@@ -232,8 +232,9 @@ def at_run_time() -> dict[str, Any]:
     import torch
     from torch import nn
 
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
     import gemini
-    from gemini import kernels
+    from tests import kernel_settings
 
     root = str(Path(gemini.__file__).parent)
 
@@ -293,7 +294,7 @@ def at_run_time() -> dict[str, Any]:
         return (calls(40) - calls(20)) / 20
 
     report: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name, kernels.use_isa("reference"):
+    with tempfile.TemporaryDirectory() as name, kernel_settings.use_isa("reference"):
         for label, config in configs(Path(name)).items():
             folder = Path(name) / label.replace(" ", "_")
             folder.mkdir()

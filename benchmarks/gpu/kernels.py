@@ -27,6 +27,7 @@ from benchmarks.gpu import _part
 from benchmarks.gpu._card import Card
 from gemini import kernels
 from gemini.rules import ADAM, Arrays, Segment
+from tests import kernel_settings
 
 GOAL_COPY, GOAL_FUSED = 0.9, 1.0
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -153,7 +154,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def other_kernels(device: str) -> Any:
     """Without a GPU the other side is the torch reference: on one side or the other something has to be native."""
-    return kernels.use_isa("reference") if device == "cpu" else contextlib.nullcontext()
+    return kernel_settings.use_isa("reference") if device == "cpu" else contextlib.nullcontext()
 
 
 def numbers(sums: Any) -> torch.Tensor:

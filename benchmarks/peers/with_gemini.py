@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gemini
 from benchmarks.peers import contract
 from gemini import kernels
+from tests import kernel_settings
 
 
 def placing(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def placing(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 class GeminiTrainer(contract.Trainer):
     def __init__(self, settings: Mapping[str, Any]):
-        kernels.set_num_threads(settings["threads"])
+        kernel_settings.set_num_threads(settings["threads"])
         self.clip = settings["clip"]
         in_backward = not self.clip if contract.is_large(settings) else "transient" in settings["peer"]
         self.config: dict[str, Any] = {}

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -56,7 +55,7 @@ if _native is not None:
     _native.set_num_threads(_num_threads)
 _isa_name = list(_isas)[-1]
 _isa: Any = _isas[_isa_name]
-_only_reference = False  # was asked for, of CUDA tensors too
+_only_reference = False  # whether tests ask for it, of CUDA tensors too (tests/kernel_settings.py)
 
 _dtypes: dict[torch.dtype, Any] = (
     {} if _native is None else dict(zip(GRAD, (_native.Dtype.f32, _native.Dtype.bf16, _native.Dtype.f16), strict=True))
@@ -125,31 +124,6 @@ def why_not_cuda(device: torch.device) -> str | None:
     return refusal
 
 
-@contextmanager
-def use_isa(name: str | None) -> Iterator[None]:
-    """Runs the kernels of the process with one instruction set; None is the best. ValueError if it cannot run here."""
-    global _isa, _isa_name, _only_reference
-    chosen = list(_isas)[-1] if name is None else name
-    if chosen not in _isas:
-        raise ValueError(f"instruction set {chosen!r} cannot run here; there are {', '.join(_isas)}")
-    before = _isa_name, _isa, _only_reference
-    _isa_name, _isa, _only_reference = chosen, _isas[chosen], name == "reference"
-    try:
-        yield
-    finally:
-        _isa_name, _isa, _only_reference = before
-
-
-def set_num_threads(n: int) -> None:
-    """Sets how many threads share one call of a native kernel, the caller counted; at first the CPUs of the process."""
-    global _num_threads
-    if n < 1:
-        raise ValueError(f"there must be at least 1 thread, not {n}")
-    _num_threads = n
-    if _native is not None:
-        _native.set_num_threads(n)
-
-
 def get_num_threads() -> int:
     """How many threads share one call of a native kernel."""
     return _num_threads if _native is None else _native.num_threads()
@@ -179,7 +153,7 @@ def set_flush_mode(mode: int) -> None:
 
 
 def _cuda_for(tensor: Tensor) -> CudaKernels | None:
-    """The CUDA kernels, if they take it; `use_isa("reference")` and what stands in `why_not_cuda` leave it to torch."""
+    """The CUDA kernels, if they take it; `_only_reference` and what stands in `why_not_cuda` leave it to torch."""
     return _cuda if tensor.is_cuda and not _only_reference and why_not_cuda(tensor.device) is None else None
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import gemini
-from gemini import kernels
-from tests import models
+from tests import kernel_settings, models
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE, PLACEMENTS, TORCH
 from tests.models import Recipe
@@ -71,7 +70,7 @@ def test_drawn_placements(
         model = models.make_model(family)
         drawn = draw(random.Random(seed), model, recipe.precision, (DEVICE,))
         try:
-            with models.tiles_of(monkeypatch, drawn.tile), kernels.use_isa(drawn.isa):
+            with models.tiles_of(monkeypatch, drawn.tile), kernel_settings.use_isa(drawn.isa):
                 model = gemini.GeminiDDP(model, drawn.config(recipe.precision, tmp_path))
                 run, evicted = models.managed_loop(model, made, each_step=world_of(model).check)
             models.assert_same(run, models.plain_loop(family, made, TORCH))

@@ -9,7 +9,7 @@ import torch
 import gemini
 from gemini import kernels, optim
 from gemini.planning import rules as spec_rules
-from tests import models
+from tests import kernel_settings, models
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import PLACEMENTS, TORCH
 
@@ -56,7 +56,7 @@ def test_sums_in_bf16(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             for name, param in plain.named_parameters():
                 grad, param.grad = param.grad.reshape(-1).cpu(), None
                 new = torch.empty_like(grad), torch.empty(grad.numel(), dtype=torch.int8)
-                with kernels.use_isa("reference"):
+                with kernel_settings.use_isa("reference"):
                     kernels.sum_grad24(*halves.setdefault(name, new), grad, adding=micro > 0)
         for name, (upper, _) in halves.items():
             assert torch.equal(model.full_grad(name).reshape(-1), upper), name

@@ -12,6 +12,7 @@ from gemini import kernels
 from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule, SophiaHRule
 from gemini.optim.around import CompactRule, MovingAverage
 from gemini.rules import Arrays, Segment, UpdateRule, Where
+from tests import kernel_settings
 from tests.native.native_cases import any_bits, as_bits, assert_same_bits, to_dtype
 
 
@@ -76,7 +77,7 @@ def arrays(rule: UpdateRule, n: int, is_split: bool, dtype: torch.dtype) -> Arra
             states[spec.kind] = codes.to(getattr(torch, spec.dtype))
     if is_split:
         hi, residual = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=getattr(torch, rule.spec.residual))
-        with kernels.use_isa("reference"):
+        with kernel_settings.use_isa("reference"):
             kernels.split_master(weights, hi, residual)
         weights = hi
     return Arrays(weights, residual, states, to_dtype(any_bits(n, 4), dtype))
@@ -103,7 +104,7 @@ def updated(
 ) -> Arrays:
     """Copies after one update."""
     result = copied(given)
-    with kernels.use_isa(isa):
+    with kernel_settings.use_isa(isa):
         case.rule.run(result, segments, stop, grad_scale)
     return result
 

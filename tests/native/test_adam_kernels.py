@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gemini import kernels
+from tests import kernel_settings
 from tests.native.native_cases import (
     GRAD_DTYPES,
     NATIVE_ISAS,
@@ -45,7 +46,7 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
 
 def updated(isa: str, is_split: bool, p: Tensor, m: Tensor, v: Tensor, g: Tensor, hyper: Hyper) -> list[Tensor]:
     """[weights, exp_avg, exp_avg_sq] and the residual if there is one, after one update of copies."""
-    with kernels.use_isa(isa):
+    with kernel_settings.use_isa(isa):
         weights, residual = split(p) if is_split else (p.clone(), None)
         m, v = m.clone(), v.clone()
         adam_update(weights, residual, m, v, g, adam(**hyper))
@@ -94,7 +95,7 @@ def test_any_hyperparameters(is_split: bool, dtype: torch.dtype, n: int, **hyper
 def test_fp16_is_widened_exactly_whatever_its_bits() -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     for isa in NATIVE_ISAS:
-        with kernels.use_isa(isa):
+        with kernel_settings.use_isa(isa):
             wide = torch.empty(1 << 16)
             kernels.copy_grad(wide, every)
             assert_same_bits(wide, torch.from_numpy(every.numpy().astype(np.float32)), isa)
@@ -106,7 +107,7 @@ def test_threads_do_not_change_bits(is_split: bool, threads_restored: None) -> N
     arrays = ordinary(1_000_003)
     results = []
     for num_threads in (1, 2, 3, 7):
-        kernels.set_num_threads(num_threads)
+        kernel_settings.set_num_threads(num_threads)
         results.append(updated("scalar", is_split, *arrays, HYPER))
     for other in results[1:]:
         assert all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(results[0], other, strict=True))
@@ -119,7 +120,7 @@ def test_split_master_follows_the_fp32_run_exactly(isa: str) -> None:
     weights = torch.randn(n, generator=rng)
     hi, lo = split(weights)
     moments = [torch.zeros(n) for _ in range(4)]
-    with kernels.use_isa(isa):
+    with kernel_settings.use_isa(isa):
         for step in range(1, 101):
             grad = (torch.randn(n, generator=rng) * 10.0 ** (step % 5 - 3)).bfloat16()
             scalars = adam(step, lr=1e-3 / step, betas=(0.9, 0.95), weight_decay=0.1)
@@ -152,7 +153,7 @@ def test_one_update_agrees_with_torch(decoupled: bool, weights: str, step: int) 
 
 @pytest.mark.parametrize("isa", kernels.capabilities().isas)
 def test_split_and_join_are_inverse_and_round_half_away(isa: str) -> None:
-    with kernels.use_isa(isa):
+    with kernel_settings.use_isa(isa):
         master = torch.cat([special_values(), any_bits(100_000, 9)])
         hi, lo = split(master)
         assert_same_bits(join(hi, lo), master, isa)
@@ -179,7 +180,7 @@ def test_any_address_will_do(isa: str) -> None:
 
     expected = updated("reference", False, p, m, v, g.bfloat16(), HYPER)
     arrays = [moved(x) for x in (p, m, v)]
-    with kernels.use_isa(isa):
+    with kernel_settings.use_isa(isa):
         adam_update(arrays[0], None, arrays[1], arrays[2], moved(g.bfloat16()), adam(**HYPER))
     for given_, wanted in zip(arrays, expected, strict=True):
         assert_same_bits(given_, wanted)

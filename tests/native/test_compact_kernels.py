@@ -9,6 +9,7 @@ from gemini.kernels.reference import decode, encode
 from gemini.optim import AdamRule
 from gemini.optim.around import CompactRule
 from gemini.rules import Arrays, Segment, Where
+from tests import kernel_settings
 from tests.native.native_cases import NATIVE_ISAS, adam_update, any_bits, as_bits
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
@@ -21,7 +22,7 @@ def test_a_master_of_24_bits_is_the_nearest(n: int) -> None:
     found = []
     for isa in ("reference", *NATIVE_ISAS):
         hi, lo, out = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int8), torch.empty(n)
-        with kernels.use_isa(isa):
+        with kernel_settings.use_isa(isa):
             kernels.split_master(master, hi, lo)
             kernels.join_master(hi, lo, out)
         found.append((as_bits(hi), lo, as_bits(out)))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels import NORM_BLOCK, NORM_LANES, NORM_TILE
+from tests import kernel_settings
 from tests.native.native_cases import (
     GRAD_DTYPES,
     LENGTHS,
@@ -52,7 +53,7 @@ def gradient(n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
 def test_sums_are_the_written_tree(dtype: torch.dtype, isa: str) -> None:
-    with kernels.use_isa(isa):
+    with kernel_settings.use_isa(isa):
         for n in (0, 1, 31, 33, 4095, 4096, 4097, 70_001, NORM_TILE + 4097):
             x = gradient(n, dtype)
             assert same_sums(kernels.sum_squares(x), tree_sums(x)), n
@@ -65,7 +66,7 @@ def test_every_isa_gives_the_reference_sums_and_bits(dtype: torch.dtype) -> None
         src, acc = to_dtype(any_bits(n, 1), dtype), any_bits(n, 2)
         results = []
         for isa in ISAS:
-            with kernels.use_isa(isa):
+            with kernel_settings.use_isa(isa):
                 same, wide, added = torch.empty_like(src), torch.empty(n), acc.clone()
                 sums = [
                     kernels.sum_squares(src),
@@ -90,7 +91,7 @@ def test_every_isa_gives_the_same_sums_in_24_bits(dtype: torch.dtype) -> None:
         src, master = to_dtype(any_bits(n, 1), dtype), any_bits(n, 2)
         results = []
         for isa in ISAS:
-            with kernels.use_isa(isa):
+            with kernel_settings.use_isa(isa):
                 hi, lo = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int8)
                 kernels.split_master(master, hi, lo)
                 first = torch.empty_like(hi), torch.empty_like(lo)
@@ -121,17 +122,17 @@ def test_sums_in_24_bits_lose_less_than_those_in_16() -> None:
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
 def test_threads_do_not_change_sums(dtype: torch.dtype, threads_restored: None) -> None:
     src = gradient(3 * NORM_TILE + 12_345, dtype)
-    with kernels.use_isa("reference"):
+    with kernel_settings.use_isa("reference"):
         expected = kernels.sum_squares(src)
     for num_threads in (1, 2, 3, 7):
-        kernels.set_num_threads(num_threads)
+        kernel_settings.set_num_threads(num_threads)
         assert kernels.sum_squares(src) == expected
         assert kernels.copy_grad(torch.empty(src.numel()), src) == expected
 
 
 def test_reference_slabs_do_not_change_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     src = gradient(5 * NORM_TILE + 77, torch.bfloat16)
-    with kernels.use_isa("reference"):
+    with kernel_settings.use_isa("reference"):
         expected = kernels.sum_squares(src)
         monkeypatch.setattr("gemini.kernels.reference._SLAB", NORM_TILE)
         assert kernels.sum_squares(src) == expected
@@ -143,7 +144,7 @@ def test_reference_slabs_do_not_change_sums(monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_bad_element_shows_in_its_tile_only(bad: float, isa: str) -> None:
     src = torch.ones(2 * NORM_TILE + 5)
     src[NORM_TILE + 4321] = bad
-    with kernels.use_isa(isa):
+    with kernel_settings.use_isa(isa):
         sums = kernels.sum_squares(src)
     assert not math.isfinite(sums[1])
     assert (sums[0], sums[2]) == (NORM_TILE, 5)
@@ -165,7 +166,7 @@ def test_source_at_an_odd_address(dtype: torch.dtype, isa: str) -> None:
     raw[3:] = src.view(torch.uint8).numpy().tobytes()
     odd = torch.frombuffer(raw, dtype=dtype, offset=3)
     assert odd.data_ptr() % 2 == 1
-    with kernels.use_isa(isa):
+    with kernel_settings.use_isa(isa):
         for dst in (torch.empty_like(src), torch.empty(5000)):
             assert kernels.copy_grad(dst, odd) == kernels.sum_squares(src)
             assert torch.equal(dst, src.to(dst.dtype))

@@ -12,6 +12,7 @@ import torch
 from benchmarks._progress import join
 from gemini import kernels
 from gemini.rules import ADAM
+from tests import kernel_settings
 from tests.native.native_cases import NATIVE_ISAS, adam, adam_update, in_subprocess
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
@@ -74,7 +75,7 @@ def test_hyperparameters_without_meaning_are_refused(bad: dict[str, Any]) -> Non
 
 def test_tensors_of_autograd_are_written() -> None:
     for isa in kernels.capabilities().isas:
-        with kernels.use_isa(isa):
+        with kernel_settings.use_isa(isa):
             weights = torch.ones(8, requires_grad=True)
             adam_update(weights, None, torch.zeros(8), torch.zeros(8), torch.ones(8), adam())
             assert (weights < 1).all()
@@ -83,14 +84,17 @@ def test_tensors_of_autograd_are_written() -> None:
 def test_use_isa_chooses_and_restores() -> None:
     best = kernels.capabilities().isa
     assert best == kernels.capabilities().isas[-1]
-    with pytest.raises(RuntimeError), kernels.use_isa("reference"):
+    with pytest.raises(RuntimeError), kernel_settings.use_isa("reference"):
         assert kernels.capabilities().isa == "reference"
-        with kernels.use_isa(None):
+        with kernel_settings.use_isa(None):
             assert kernels.capabilities().isa == best
         assert kernels.capabilities().isa == "reference"
         raise RuntimeError
     assert kernels.capabilities().isa == best
-    with pytest.raises(ValueError, match="'sse9' cannot run here; there are reference"), kernels.use_isa("sse9"):
+    with (
+        pytest.raises(ValueError, match="'sse9' cannot run here; there are reference"),
+        kernel_settings.use_isa("sse9"),
+    ):
         pass
 
 
@@ -103,11 +107,11 @@ def test_report_reads_well() -> None:
 
 def test_threads_are_counted_and_torch_is_left_alone(threads_restored: None) -> None:
     before = torch.get_num_threads()
-    kernels.set_num_threads(3)
+    kernel_settings.set_num_threads(3)
     assert kernels.get_num_threads() == kernels.capabilities().num_threads == 3
     assert torch.get_num_threads() == before
     with pytest.raises(ValueError, match="at least 1"):
-        kernels.set_num_threads(0)
+        kernel_settings.set_num_threads(0)
 
 
 # ---- the pool --------------------------------------------------------------------------------------------------------
@@ -116,7 +120,7 @@ def test_threads_are_counted_and_torch_is_left_alone(threads_restored: None) -> 
 @needs_native
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_pool_covers_the_range_once(num_threads: int, threads_restored: None) -> None:
-    kernels.set_num_threads(num_threads)
+    kernel_settings.set_num_threads(num_threads)
     for n in (0, 1, 32_767, 32_768, 65_537, 3_000_001):
         for align in (1, 64, 4096):
             assert kernels._native.probe_pool(n, align, -1) == n
@@ -125,7 +129,7 @@ def test_pool_covers_the_range_once(num_threads: int, threads_restored: None) ->
 @needs_native
 @pytest.mark.parametrize("fail_at", [0, 1_000_000, 2_999_999])
 def test_an_exception_in_a_worker_reaches_the_caller(fail_at: int, threads_restored: None) -> None:
-    kernels.set_num_threads(3)
+    kernel_settings.set_num_threads(3)
     for _ in range(5):
         with pytest.raises(RuntimeError, match="told to fail"):
             kernels._native.probe_pool(3_000_000, 64, fail_at)
@@ -134,7 +138,7 @@ def test_an_exception_in_a_worker_reaches_the_caller(fail_at: int, threads_resto
 
 @needs_native
 def test_many_callers_at_once(threads_restored: None) -> None:
-    kernels.set_num_threads(3)
+    kernel_settings.set_num_threads(3)
     src = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
     expected = kernels.sum_squares(src)
     wrong: list[list[float]] = []
@@ -142,7 +146,7 @@ def test_many_callers_at_once(threads_restored: None) -> None:
     def call() -> None:
         for number in range(30):
             if number % 10 == 0:
-                kernels.set_num_threads(2 + number // 10)
+                kernel_settings.set_num_threads(2 + number // 10)
             sums = kernels.sum_squares(src)
             if sums != expected:
                 wrong.append(sums)
@@ -163,7 +167,7 @@ def on_thread(work: Callable[[], object]) -> object:
 
 @needs_native
 def test_a_limit_holds_for_the_thread_that_set_it(threads_restored: None) -> None:
-    kernels.set_num_threads(4)
+    kernel_settings.set_num_threads(4)
     width = kernels._native.probe_width
 
     def widths() -> list[int]:
@@ -183,7 +187,7 @@ def test_a_limit_holds_for_the_thread_that_set_it(threads_restored: None) -> Non
 
 @needs_native
 def test_free_workers_do_not_break_anothers_limit(threads_restored: None) -> None:
-    kernels.set_num_threads(5)
+    kernel_settings.set_num_threads(5)
     width = kernels._native.probe_width
     ended = threading.Event()
 
@@ -212,8 +216,9 @@ def test_limited_callers_have_a_worker_each(threads_restored: None) -> None:
     code = """
 import os, threading
 from gemini import kernels
+from tests import kernel_settings
 from gemini.rules import ADAM
-kernels.set_num_threads(5)
+kernel_settings.set_num_threads(5)
 before = len(os.listdir("/proc/self/task"))
 workers = 0
 def count():
@@ -238,7 +243,7 @@ print(workers)
 
 @needs_native
 def test_python_runs_on_while_a_kernel_works(threads_restored: None) -> None:
-    kernels.set_num_threads(1)
+    kernel_settings.set_num_threads(1)
     src = torch.ones(8_000_000)
     ticks: list[float] = []
     stop = threading.Event()
@@ -251,7 +256,7 @@ def test_python_runs_on_while_a_kernel_works(threads_restored: None) -> None:
     ticker = threading.Thread(target=tick)
     ticker.start()
     try:
-        with kernels.use_isa("scalar"):
+        with kernel_settings.use_isa("scalar"):
             for _ in range(50):  # a busy machine may need a few tries
                 begin = time.perf_counter()
                 kernels.sum_squares(src)

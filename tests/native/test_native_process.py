@@ -20,6 +20,7 @@ def test_without_the_native_library() -> None:
     code = """
 import os, tempfile, torch
 from gemini import kernels
+from tests import kernel_settings
 from tests.native.native_cases import adam, adam_update
 report = kernels.capabilities()
 assert (report.native, report.isa, report.isas, report.cuda) == (False, "reference", ("reference",), None)
@@ -28,7 +29,7 @@ m, v = torch.zeros(100), torch.zeros(100)
 adam_update(weights, residual, m, v, torch.ones(100).half(), adam(lr=0.1, weight_decay=0.0))
 assert torch.allclose(weights.float(), torch.tensor(0.9), rtol=1e-2)
 assert kernels.sum_squares(torch.ones(100)) == [100.0]
-kernels.set_num_threads(2)
+kernel_settings.set_num_threads(2)
 assert kernels.get_num_threads() == 2
 kernels.limit_threads(1)
 kernels.limit_threads(None)
@@ -60,9 +61,10 @@ def test_workers_follow_the_callers_flush_to_zero_mode() -> None:
     code = """
 import torch
 from gemini import kernels
+from tests import kernel_settings
 from tests.native.native_cases import adam, adam_update
 n, scalars = 1_500_000, adam(weight_decay=0.0)
-kernels.set_num_threads(4)
+kernel_settings.set_num_threads(4)
 grad = torch.full((n,), 1e-38)
 
 def moment():
@@ -120,7 +122,8 @@ def test_a_thread_takes_anothers_flush_to_zero_mode(kind: str, monkeypatch: pyte
 FORK = """
 import os, signal, sys, tempfile, torch
 from gemini import kernels
-kernels.set_num_threads(4)
+from tests import kernel_settings
+kernel_settings.set_num_threads(4)
 if not kernels.capabilities().native:
     torch.set_num_threads(1)                             # torch's own threads do not survive a fork, and hang
 src = torch.ones(3_000_000)
@@ -168,7 +171,8 @@ def test_forking_while_another_thread_is_in_the_pool() -> None:
 import os, signal, threading, warnings
 warnings.simplefilter("ignore", DeprecationWarning)      # that forking with threads is risky is the point here
 from gemini import kernels
-kernels.set_num_threads(3)
+from tests import kernel_settings
+kernel_settings.set_num_threads(3)
 probe = kernels._native.probe_pool
 stop = threading.Event()
 def hammer():
@@ -196,6 +200,7 @@ def test_exit_with_work_behind_does_not_hang() -> None:
     code = """
 import tempfile, torch
 from gemini import kernels
+from tests import kernel_settings
 src = torch.ones(3_000_000)
 kernels.sum_squares(src)
 queue, file = kernels.IoQueue(), tempfile.TemporaryFile()

@@ -25,7 +25,7 @@ from gemini.planning import rules as spec_rules
 from gemini.planning.planes import RESIDUAL, PlaneSpec
 from gemini.rules import UpdateRule, Where
 from gemini.train.checkpoint import read as checkpoint_read
-from tests import models
+from tests import kernel_settings, models
 from tests.train import test_update_rules as rules
 from tests.train.helpers import assert_same_snapshot, snapshot
 from tests.train.test_checkpoint_values import rewrite
@@ -66,7 +66,7 @@ def is_compact(param: Tensor) -> bool:
 
 def rounded24(master: Tensor) -> Tensor:
     hi, lo = torch.empty(master.numel(), dtype=torch.bfloat16), torch.empty(master.numel(), dtype=torch.int8)
-    with kernels.use_isa("reference"):
+    with kernel_settings.use_isa("reference"):
         kernels.split_master(master, hi, lo)
         kernels.join_master(hi, lo, master)
     return master
@@ -74,7 +74,7 @@ def rounded24(master: Tensor) -> Tensor:
 
 def upper(total: Tensor) -> Tensor:
     hi, lo = torch.empty(total.numel(), dtype=torch.bfloat16), torch.empty(total.numel(), dtype=torch.int8)
-    with kernels.use_isa("reference"):
+    with kernel_settings.use_isa("reference"):
         kernels.split_master(total, hi, lo)
     return hi
 
@@ -119,7 +119,7 @@ def plain_loop(which: str, steps: range, clip: float | None = None, *, micro: in
             scale = min(1.0, clip / (math.sqrt(reference.total(squares)) + 1e-6))
         for name, param in model.named_parameters():
             rule = coded if is_compact(param) else exact
-            with kernels.use_isa("reference"):
+            with kernel_settings.use_isa("reference"):
                 rule.update(masters[name], grads[name], states[name], rule.scalars(group, step, scale), Where(name, 0))
             if rule is coded:
                 rounded24(masters[name])

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 import gemini
-from gemini import kernels, optim
+from gemini import optim
 from gemini.errors import GeminiError, PlanMismatch, StorageError
 from gemini.optim import AdamRule, AveragedRule
 from gemini.planning.planes import ADAM
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.rules import Arrays, Segment, UpdateRule
 from gemini.tiers import Tier
+from tests import kernel_settings
 from tests.plain import Plain
 from tests.scaling import new_scaler
 from tests.train import guesses, helpers
@@ -567,7 +568,7 @@ def test_what_a_device_stops_leaves_the_average_too(is_first: bool, isa: str) ->
     step = 1 if is_first else 2
     RULE.update(wanted[0], grad, wanted[1], RULE.scalars(RULE.defaults, step, 0.25), None)
     arrays, segments = Arrays(weights, None, states, grad), [Segment(0, number, RULE.scalars(RULE.defaults, step, 1.0))]
-    with kernels.use_isa(isa if isa == "reference" else None):
+    with kernel_settings.use_isa(isa if isa == "reference" else None):
         stop = torch.zeros(1, dtype=torch.int32)
         RULE.run(arrays, segments, stop.fill_(1), torch.tensor([0.25]))
         assert all(same_bits(states[kind], old[1][kind]) for kind in states) and same_bits(weights, old[0])

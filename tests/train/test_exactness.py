@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import gemini
-from gemini import kernels
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import Placement, Problem, bytes_per_tier, can_stream
@@ -28,7 +27,7 @@ from gemini.planning.planes import GRAD, RESIDUAL, PlaneKind, compute_itemsize
 from gemini.planning.working import device_staging_bytes, staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
 from gemini.train.setup.problem import structural_trace, working_set
-from tests import models
+from tests import kernel_settings, models
 from tests.models import Recipe
 from tests.plain import Plain
 from tests.world import world_of
@@ -190,7 +189,7 @@ def test_20_steps_are_the_plain_loop_s_bits_for_every_placement(
         model = models.make_model(family)
         drawn = draw(random.Random(seed), model, recipe.precision)
         try:
-            with models.tiles_of(monkeypatch, drawn.tile), kernels.use_isa(drawn.isa):
+            with models.tiles_of(monkeypatch, drawn.tile), kernel_settings.use_isa(drawn.isa):
                 model = gemini.GeminiDDP(model, drawn.config(recipe.precision, tmp_path))
                 world = world_of(model)
                 run, evicted = models.managed_loop(model, made, each_step=world.check)

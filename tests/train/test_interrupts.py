@@ -22,6 +22,7 @@ from gemini.rules import ADAM, Arrays, Segment
 from gemini.train.checkpoint import states
 from gemini.train.checkpoint.format import TensorFile
 from gemini.train.checkpoint.read import Reader
+from tests import kernel_settings
 from tests.train.helpers import (
     PLACEMENTS,
     Blocks,
@@ -486,6 +487,6 @@ def test_nothing_in_a_step_can_leave_autograd_off(where: str, tmp_path: Path, mo
 def test_references_of_kernels_too() -> None:
     weights, moments = torch.ones(8, requires_grad=True), torch.zeros(8)
     arrays = Arrays(weights, None, {"exp_avg": moments, "exp_avg_sq": moments.clone()}, torch.ones(8))
-    with kernels.use_isa("reference"):
+    with kernel_settings.use_isa("reference"):
         ADAM.run(arrays, [Segment(0, 8, ADAM.scalars(ADAM.defaults, 1, 1.0))])
     assert torch.is_grad_enabled() and weights[0] < 1
