@@ -206,10 +206,13 @@ def pose_problem(
     if compute is Tier.CPU:
         budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
     layout = trace.layout(ranks=ranks, max_chunk=max_chunk, rule=rule)
-    _refuse_divided(layout, rule)
-    tile, on_device = _tiles(layout, rule, overlap=overlap)
+    largest = max(chunk.numel for chunk in layout.chunks)
+    whole = working.whole_numel(layout, rule)
+    tile = working.tile_numel(largest, whole)
     staging = working.staging_bytes(tile, rule)
     staging *= working.staging_sets(compute, precision, overlap=overlap, many=ranks > 1)
+    on_device = working.device_staging_bytes(largest, rule, whole, overlap=overlap)
+    _refuse_divided(layout, rule)
     many = ranks > 1 or replicas > 1
     offload_to = None if offload_activations is None else Tier(offload_activations)
     offloads = offload_to is not None and offload_to is not compute and trace.checkpoint_bytes > 0
@@ -245,12 +248,6 @@ def pose_problem(
             factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable and rule.factors
         ),
     )
-
-
-def _tiles(layout: Layout, rule: RuleSpec, *, overlap: bool) -> tuple[int, int]:
-    """Elements of a tile of an update on the host, and bytes of a GPU's staging for one that streams."""
-    largest, whole = max(chunk.numel for chunk in layout.chunks), working.whole_numel(layout, rule)
-    return working.tile_numel(largest, whole), working.device_staging_bytes(largest, rule, whole, overlap=overlap)
 
 
 def _pose_beside(others: Others | None, trace: MemoryTrace, **how: Any) -> Problem:

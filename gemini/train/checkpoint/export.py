@@ -91,7 +91,10 @@ def save_pretrained(
         with attempt:
             result = original.save_pretrained(folder, *args, **kwargs)
             if dtype is not None and not is_a(type(model), "PeftModel"):
-                _note_dtype(Path(folder, "config.json"), dtype)
+                # A config says the model's dtype, in which the files would be read.
+                if (config := Path(folder, "config.json")).exists():
+                    body = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+                    config.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     # What has failed on one rank fails on all. The others may wait long for the one that writes.
     ranks.waiting.wait_for_all("save_pretrained")
     engine.shards.agree_on_folder(Point.EXPORT, "save_pretrained", folder, _of_disk(attempt.refusal, folder))
@@ -186,13 +189,6 @@ class _Weight(NamedTuple):
     name: str
     num_bytes: int
     read: Callable[[], torch.Tensor]
-
-
-def _note_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Let a config say in which dtype the files beside it are: it says the model's, in which they would be read."""
-    if config.exists():
-        body = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-        config.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def weights_for(

@@ -337,9 +337,7 @@ class GradientStore:
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
 
     def _land_at_once(self, flat: torch.Tensor, views: list[torch.Tensor | None], adding: bool) -> kernels.Sums:
-        """Land what ranks have added up on a GPU, perhaps more than a tile, in planes that the host sees. A worker's
-        thread waits for the last of it.
-        """
+        """Land what ranks have added up on a GPU, perhaps more than a tile; a worker waits for the last of it."""
         assert self._land_by_host is not None
         self._mover.count(Tier.GPU, Tier.CPU, flat.nbytes)
         piece = self._mover.tile * 4 // flat.element_size()
