@@ -140,7 +140,7 @@ class Way:
         else:
             target = "cuda" if self.machine.compute is Tier.GPU else "cpu"
             trace = self._traces.take(settings.traced(target=target, **more))
-        if settings.order == "dfs" or settings.accumulate == 1:
+        if settings.order != "bfs" or settings.accumulate == 1:
             return trace
         try:
             return block_by_block(trace, settings.accumulate)
@@ -425,11 +425,16 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
     config = vars(find_config(asked.config or "", asked.layers).config.get_text_config())
     is_random = any("drop" in name and isinstance(value, float) and value for name, value in config.items())
-    orders = ("dfs", "bfs") if asked.order == "bfs" and not is_random else ("dfs",)
+    orders = ["dfs" if asked.order is None or is_random else asked.order]
+    is_open = asked.fastest and asked.order is None and way.machine.hardware is not None
+    if is_open and not (is_random or asked.lora or asked.kernels):  # adapters drop, kernels cannot be looked through
+        with suppress(JobError):
+            replace(asked, tokens_per_step=None, order="bfs").check()
+            orders.append("bfs")
     for size, order in product([size for size in sizes if sequences % size == 0], orders):
         other = way.changed(batch_size=size, accumulate=sequences // size, order=order)
         alone, is_large = size == sequences, order in too_large
-        if alone and order == "bfs" or is_large and not alone:
+        if alone and order != orders[0] or is_large and not alone:
             continue
         if order == "dfs" and not alone and way.settings.gradients in ("transient", "retain"):
             continue
@@ -449,8 +454,8 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
 def options_of(way: Way) -> str:
     """What was chosen, as options of ``gemini plan``."""
     names = "batch_size", "accumulate", "gradient_checkpointing", "kept_blocks", "offload_activations", "tile_tokens"
-    order = {"order": way.settings.order} if way.settings.order == "bfs" else {}
-    return as_options({name: getattr(way.settings, name) for name in names} | order)
+    by_block = way.settings.order == "bfs" and way.settings.accumulate > 1
+    return as_options({name: getattr(way.settings, name) for name in names} | {"order": by_block and "bfs"})
 
 
 def run_by(way: Way, plan: Plan) -> dict[str, Any]:
@@ -463,17 +468,19 @@ def run_by(way: Way, plan: Plan) -> dict[str, Any]:
 def _command(way: Way, plan: Plan, tiers: list[Tier]) -> str:
     settings = way.settings
     by_block, in_program = plan.trace.micro_batches > 1, plan.problem.gradients == "transient"
-    if by_block or in_program or settings.layers is not None or not RULES[settings.optimizer].unattended:
+    if in_program or settings.layers is not None or not RULES[settings.optimizer].unattended:
         return ""
     said = {
         "model_name_or_path": settings.config,
         "dataset_name": "DATA",
         "plan": settings.out or "PLAN",
+        "order": by_block and "bfs",
         "nvme_path": any(tier.in_files for tier in tiers) and "FOLDER",
         "attn_implementation": settings.attn_implementation,
         "use_liger_kernel": settings.kernels == "liger",
         "use_peft": settings.lora is not None,
         "lora_r": settings.lora,
+        "lora_dropout": settings.lora and by_block and "0.0",  # what is dropped goes block by block in another order
         "lora_target_modules": settings.lora and "all-linear",
         "load_in_4bit": settings.load_in_4bit,
         "use_cpu": way.machine.compute is Tier.CPU,

@@ -57,7 +57,9 @@ def tiles(text: str) -> int | str | None:
 
 def blocks(text: str) -> int | str:
     """A number of blocks, or auto."""
-    return text if text == "auto" else int(at_least(0)(text))
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(f"must be a number of blocks or auto, got {text!r}")
+    return text if text == "auto" else int(text)
 
 
 class WithModel(NamedTuple):
@@ -306,11 +308,9 @@ class PlanSettings(_Step):
     batch_size: int | None = opt(_STEP, "Sequences in a forward pass of each GPU. (Default: 1.)", least=1)
     precision: str | None = opt(_STEP, "What is computed in. (Default: bf16.)", choices=PRECISIONS)
     accumulate: int = opt(_STEP, "Batches in an optimizer step.", 1, least=1)
-    order: str = opt(
+    order: str | None = opt(
         _STEP,
-        "bfs: each block takes all batches of --accumulate before the next one computes, as a program does with "
-        "gemini.train_step; --fastest looks at both then.",
-        "dfs",
+        "bfs: each block takes all batches of --accumulate; dfs: one after another. (Default: dfs; --fastest: both.)",
         choices=("dfs", "bfs"),
     )
     fastest: bool = opt(
@@ -377,7 +377,7 @@ class PlanSettings(_Step):
         super().check()
         if len({MAIN, *(each.name for each in self.with_)}) <= len(self.with_):
             raise JobError(f"--with needs a name of its own for each model, and none is {MAIN!r}.")
-        if self.gradients in ("transient", "retain") and self.accumulate > 1 and self.order == "dfs":
+        if self.gradients in ("transient", "retain") and self.accumulate > 1 and self.order != "bfs":
             raise JobError(
                 f"--gradients {self.gradients} has one backward per update, and --accumulate {self.accumulate} has "
                 "several: leave --gradients out."
@@ -403,7 +403,7 @@ class PlanSettings(_Step):
     @property
     def kept_gradients(self) -> str:
         """What is kept until the update: micro-batches one after another need sums, and those are in fp32."""
-        return self.gradients or ("accumulate" if self.accumulate > 1 and self.order == "dfs" else "retain")
+        return self.gradients or ("accumulate" if self.accumulate > 1 and self.order != "bfs" else "retain")
 
     @property
     def chooses(self) -> bool:

@@ -14,7 +14,7 @@ import shlex
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -44,6 +44,7 @@ from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.trace import params_of
 from gemini.jobs.train_options import GeminiArguments, Options, Parser, options_of, precision_of, stem
 from gemini.patches import replaced
+from gemini.planning.parallel import block_by_block
 from gemini.ranks import launch
 from gemini.ranks.process_groups import start_group
 from gemini.ranks.wire import Wire
@@ -186,6 +187,7 @@ class Run:
                 train_dataset=rows,
                 eval_dataset=held_out,
                 processing_class=tokenizer,
+                order=ours.order,
                 **more,
             )
         judges = getattr(trainer, "reward_processing_classes", ())  # None of a reward that is a function
@@ -332,7 +334,7 @@ def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None
         config._attn_implementation = options.model.attn_implementation
     rows = args.per_device_train_batch_size * (2 if kind in ("dpo", "reward") else 1)  # of pairs
     ids = torch.empty(rows, args.max_length or config.max_position_embeddings, dtype=torch.int64, device="meta")
-    return gemini.trace(
+    trace = gemini.trace(
         config,
         {"input_ids": ids, "labels": ids},
         precision=precision_of(args),
@@ -341,6 +343,10 @@ def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None
         tensor_parallel=ours.tp,
         context_parallel=ours.cp,
     )
+    if ours.order == "bfs" and args.gradient_accumulation_steps > 1:
+        with suppress(ValueError):  # it cannot be cut, and is computed in the ordinary order
+            return block_by_block(trace, args.gradient_accumulation_steps)
+    return trace
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------

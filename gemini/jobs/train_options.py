@@ -61,6 +61,10 @@ class GeminiArguments:
         "A plan that `gemini plan --out` wrote for this model: its budgets, homes, moves, and the step that is made "
         "where no options describe another."
     )
+    order: str | None = _opt(
+        "bfs: each block takes all micro-batches of a step, where it can; dfs: one after another. (Default: --plan's.)",
+        choices=("dfs", "bfs"),
+    )
     bytes: bool = _opt("Every byte of the text is a token, whatever tokenizer the model has.", False)
     durable_every: int = _opt("Steps between commits to a store in --nvme_path that outlives a kill; 0 for none.", 0)
     replicas: int = _opt("Groups of processes that keep a whole model each; a group shares its model.", 1)
@@ -242,6 +246,7 @@ def step_of(plan: Plan) -> dict[str, Any]:
     names = ("per_device_train_batch_size", "max_length")
     return (dict(zip(names, sizes, strict=True)) if len(sizes) == 2 else {}) | {
         "gradient_accumulation_steps": plan.accumulate * plan.trace.micro_batches,
+        "order": "bfs" if plan.trace.micro_batches > 1 else "dfs",
         "gradient_checkpointing": bool(trace.checkpointing),
         "tile_tokens": trace.tile_tokens,
         "bf16": plan.problem.precision == "bf16",

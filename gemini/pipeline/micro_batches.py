@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_module
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, warn
 from gemini.pipeline.course import OF_STAGES, Course, course_of, is_in, on_meta
 from gemini.pipeline.stages import Stage, Strayed
 from gemini.tracing.ahead import loss_of as loss_in
@@ -294,10 +293,9 @@ def _why_not(model: nn.Module, course: Course) -> str | None:
 def _warned(model: nn.Module, why: str) -> str:
     if _seen_of(model).warned != why:
         _seen_of(model).warned = why
-        warnings.warn(
+        warn(
             f"train_step() computes micro-batches of this {type(model).__name__} one after another, which fetches its "
-            f"weights for each: {why}",
-            stacklevel=4,
+            f"weights for each: {why}"
         )
     return why
 

@@ -473,10 +473,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 memo[id(scales)] = scales
         copied = copy.deepcopy(model, memo)
         for own, other in zip(model.modules(), copied.modules(), strict=True):
-            if is_compiled(own):
-                _run_as_python(own, other)
-            else:
-                rebind_forward(own, other)
+            rebind_forward(own, other)
         return copied
     except Exception as e:
         raise GeminiError(
@@ -486,13 +483,19 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def rebind_forward(own: nn.Module, other: nn.Module) -> None:
-    """Let a copy have the forward by which its module's own was replaced, as TRL does it for a fused head. It calls the
-    copy then, by what it closes over as well: of that deepcopy makes none.
+    """Let a copy have the forward by which its module's own was replaced, as TRL does it for a fused head; of one that
+    was compiled the Python. It calls the copy then, by what it closes over as well: of that deepcopy makes none.
     """
     forward = own.__dict__.get("forward")
-    if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
+    if is_compiled(own):
+        other.__dict__[COPY_OF_COMPILED] = True  # that it reads its params together is kept
+        if forward is not None and forward is compiled_part(own):
+            del other.__dict__["forward"]
+            forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    function: Any = getattr(forward, "__func__", None)
+    if not isinstance(function, FunctionType) or function is type(own).forward:
         return
-    function, cells = forward.__func__, list[CellType]()
+    cells = list[CellType]()
     for cell in function.__closure__ or ():
         value = cell.cell_contents
         if value is own:
@@ -503,19 +506,6 @@ def rebind_forward(own: nn.Module, other: nn.Module) -> None:
     bound = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, (*cells,))
     bound.__kwdefaults__ = function.__kwdefaults__
     other.__dict__["forward"] = MethodType(bound, other)
-
-
-def _run_as_python(own: nn.Module, other: nn.Module) -> None:
-    """A copy of a compiled module has no compiled call, but would have the forward that was compiled: the other's own.
-    What it does is what is traced. That it reads its params together is kept.
-    """
-    forward = own.__dict__.get("forward")
-    if forward is not None and forward is compiled_part(own):
-        plain = getattr(forward, "_torchdynamo_orig_callable", forward)
-        other.__dict__.pop("forward")
-        if getattr(plain, "__self__", None) is own and plain.__func__ is not type(own).forward:
-            other.__dict__["forward"] = plain.__func__.__get__(other)
-    other.__dict__[COPY_OF_COMPILED] = True
 
 
 def _empty_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

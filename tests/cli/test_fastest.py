@@ -96,14 +96,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> None:
 
 
 def every_way(settings: PlanSettings, shape: dict[str, Any]) -> Iterator[tuple[Way, float]]:
-    """All that fit, with every number of kept blocks, each planned and played as a whole, with its seconds."""
+    """All that fit, with every number of kept blocks and in both orders, each planned and played as a whole, with its
+    seconds.
+    """
     sequences = (settings.tokens_per_step or 0) // (settings.seq_len or 1)
     sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     asked = replace(settings, fastest=False, tokens_per_step=None)
-    for size, kept, where in product(sizes, (None, *range(shape["layers"] + 1)), ("no", "cpu")):
-        if where == "cpu" and kept is None:
+    for size, kept, where, order in product(sizes, (None, *range(shape["layers"] + 1)), ("no", "cpu"), ("dfs", "bfs")):
+        if where == "cpu" and kept is None or order == "bfs" and size == sequences:
             continue
         changes = {"gradient_checkpointing": kept is not None, "kept_blocks": kept, "offload_activations": where}
+        changes["order"] = order
         way = Way(replace(asked, batch_size=size, accumulate=sequences // size, **changes))
         try:
             plan = way.plan()
@@ -346,6 +349,37 @@ def test_the_lines_run_in_an_interpreter_of_their_own(
     assert done.returncode == 0, done.stderr
 
 
+def test_both_orders_are_compared_and_what_runs_it_says_which(
+    gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow bus weights that cross once are quicker than once for each micro-batch."""
+    monkeypatch.chdir(tmp_path)
+    stand_in(monkeypatch, {"hidden": 1024, "layers": 5, "vocab": 500})
+    config = llama_config(tmp_path / "config.json", **{**FOUR_BLOCKS, "max_position_embeddings": 256})
+    hardware = load_hardware("rtx4090")
+    slow = {name: hardware.figures[name].value / 30 for name in ("h2d", "d2h")}
+    (tmp_path / "slow.json").write_text(hardware.with_figures("drawn", **slow).to_json())
+    sizes = ("--seq-len", 256, "--tokens-per-step", 2048, "--gpu", "1400MiB", "--cpu", "4GiB")
+    step = ("plan", config, "--machine", "slow.json", *sizes, "--fastest")
+    said = gemini_command.told(*step, "--out", "plan.json")
+    best, others = said["fastest"], [other["options"] for other in said["alternatives"]]
+    assert said["order"] == "bfs" and said["accumulate"] > 1 and said["gradients"] == "retain"
+    assert best["options"].endswith("--order bfs") and not all(each.endswith("--order bfs") for each in others)
+    assert best["python"][-1] == "losses = gemini.train_step(model, micro_batches)"
+    words = shlex.split(best["command"])
+    assert words[words.index("--order") + 1] == "bfs"
+    options = options_of(Parser("sft").read(words[2:]))
+    assert options.ours.order == "bfs" and options.config.gradients == "retain"
+    only = gemini_command.told(*step, "--order", "dfs")
+    assert only["order"] == "dfs" and "--order" not in only["fastest"]["command"]
+    assert only["step"]["seconds"] > said["step"]["seconds"]
+    assert all("bfs" not in other["options"] for other in only["alternatives"])
+    adapted = gemini_command.told(*step, "--lora", 4)
+    assert adapted["order"] == "dfs", "whose dropout has another order block by block"
+    asked = gemini_command.told(*step, "--lora", 4, "--order", "bfs")
+    assert "--order bfs" in asked["fastest"]["command"] and "--lora-dropout 0.0" in asked["fastest"]["command"]
+
+
 def test_what_has_no_command_or_no_lines(gemini_command: Command, tmp_path: Path) -> None:
     """A rule that asks for more of a loop, and another number of layers, have no command; layers in 4 bits no lines."""
     config = llama_config(tmp_path / "config.json")
@@ -388,7 +422,10 @@ def test_kept_blocks_auto_is_the_quickest_number_of_the_step_that_was_asked_for(
     assert said["step"]["tokens_per_second"] >= 0.99 * max(rates)
     assert f"--kept-blocks {said['kept_blocks']}" in said["fastest"]["options"] and said["kept_blocks"] > 0
     refused(gemini_command(*step[:2], *step[4:], "--kept-blocks", "auto"), "with the speeds of a --machine")
-    refused(gemini_command(*step, "--kept-blocks", "auto", "--alternatives"), "--kept-blocks auto looks at")
+    refused(
+        gemini_command(*step, "--kept-blocks", "auto", "--alternatives"),
+        "--kept-blocks auto does not go with --alternatives: it looks at",
+    )
     refused(gemini_command(*step, "--kept-blocks", "many"), "a number of blocks or auto")
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
 import gemini
-from gemini.jobs.train import Run
+from gemini.jobs.models import find_model
+from gemini.jobs.train import Run, trace_of
 from gemini.jobs.train_options import Parser, options_of
+from gemini.pipeline import micro_batches
 from gemini.planning.traffic import by_name
-from tests.cli.commands import Command, flat
+from tests.cli.commands import Command, flat, llama_config, same_weights
 from tests.world import world_of
 
 
@@ -80,6 +87,60 @@ def test_the_step_of_a_plan_is_the_default(
     gemini_command.ok("sft", *base, *same)
     assert yaml.safe_load((tmp_path / "same" / "gemini.yaml").read_text())["per_device_train_batch_size"] == 4
     gemini_command.ok("sft", "--config", tmp_path / "same" / "gemini.yaml", "--output_dir", tmp_path / "again")
+
+
+@pytest.fixture
+def by_block() -> Iterator[Any]:
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(micro_batches, "breadth_first", wraps=micro_batches.breadth_first) as called,
+    ):
+        warnings.filterwarnings("error", message=".*one after another")
+        yield called
+
+
+def test_a_plan_block_by_block_is_run_so(by_block: Any, text: Path, tmp_path: Path, gemini_command: Command) -> None:
+    """By itself, and in no other order; its bytes are those that it says."""
+    config, path = llama_config(tmp_path / "llama.json", vocab_size=300), tmp_path / "plan.json"
+    step = ("--seq-len", 16, "--accumulate", 4, "--order", "bfs", "--precision", "fp32")
+    gemini_command.ok("plan", config, *step, "--compute", "cpu", "--cpu", "2MiB", "--nvme", "16MiB", "--out", path)
+    words = ["--model_name_or_path", config, "--dataset_name", text, "--plan", path, "--nvme_path", tmp_path]
+    words += ["--max_steps", 3, "--save_strategy", "no", "--output_dir", tmp_path / "out"]
+    run = Run(options_of(Parser("sft").read([*map(str, words)])), Console(quiet=True))
+    run.steps()
+    assert by_block.call_count == 3
+    plan, world = gemini.Plan.from_json(path.read_text()), world_of(run.model)
+    assert world.plan == plan and plan.trace.micro_batches == 4
+    assert world.moved_last_step() == by_name(plan.traffic)
+    other = gemini_command("sft", *words[:8], "--output_dir", tmp_path / "dfs", "--order", "dfs")
+    assert "was made with --order bfs, and this job has dfs" in flat(other)
+
+
+def test_the_order_is_an_option_of_jobs(by_block: Any, text: Path, tmp_path: Path, gemini_command: Command) -> None:
+    """With the same bits, from its own YAML as well."""
+    config = llama_config(tmp_path / "llama.json", vocab_size=300)
+    words = ["--model_name_or_path", config, "--dataset_name", text, "--max_length", 16, "--max_steps", 3]
+    words += ["--gradient_accumulation_steps", 4, "--save_strategy", "no"]
+    for order in ("bfs", "dfs"):
+        gemini_command.ok("train", *words, "--order", order, "--output_dir", tmp_path / order)
+        assert by_block.call_count == 3
+    assert same_weights(tmp_path / "bfs", tmp_path / "dfs")
+    gemini_command.ok("sft", "--config", tmp_path / "bfs" / "gemini.yaml", "--output_dir", tmp_path / "again")
+    assert by_block.call_count == 6
+    wrong = gemini_command("sft", *words, "--order", "breadth", "--output_dir", tmp_path / "wrong")
+    assert wrong.exit_code == 2 and "--order: invalid choice: 'breadth'" in flat(wrong)
+
+
+@pytest.mark.parametrize("order", ["bfs", "dfs"])
+def test_a_step_on_a_gpu_is_traced_in_its_order(order: str, text: Path, tmp_path: Path) -> None:
+    """Activations of all micro-batches exist at once block by block."""
+    config = llama_config(tmp_path / "llama.json")
+    words = ["--model_name_or_path", config, "--dataset_name", text, "--max_length", 16, "--order", order]
+    words += ["--gradient_accumulation_steps", 4, "--output_dir", tmp_path / "out"]
+    options = options_of(Parser("sft").read([*map(str, words)]))
+    with mock.patch.object(type(options.args), "device", torch.device("cuda")):
+        trace = trace_of(options, find_model(str(config)))
+    assert trace is not None and trace.micro_batches == (4 if order == "bfs" else 1)
 
 
 def test_a_lora_is_trained_by_its_plan(gemini_command: Command, tiny_config: Path, text: Path, tmp_path: Path) -> None:
