@@ -421,11 +421,11 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     """Of several micro-batches none fits that is larger than one that does not; one alone needs no sums."""
     from gemini.jobs.models import find_config
 
-    asked, too_large, may_tile = way.settings, set[str](), way.settings.tile_tokens == "auto"
+    asked, too_large, may_tile = way.settings, set[str | None](), way.settings.tile_tokens == "auto"
     sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
     config = vars(find_config(asked.config or "", asked.layers).config.get_text_config())
     is_random = any("drop" in name and isinstance(value, float) and value for name, value in config.items())
-    orders = ["dfs" if asked.order is None or is_random else asked.order]
+    orders = [None if is_random else asked.order]
     is_open = asked.fastest and asked.order is None and way.machine.hardware is not None
     if is_open and not (is_random or asked.lora or asked.kernels):  # adapters drop, kernels cannot be looked through
         with suppress(JobError):
@@ -436,7 +436,7 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
         alone, is_large = size == sequences, order in too_large
         if alone and order != orders[0] or is_large and not alone:
             continue
-        if order == "dfs" and not alone and way.settings.gradients in ("transient", "retain"):
+        if order != "bfs" and not alone and way.settings.gradients in ("transient", "retain"):
             continue
         if alone and is_large and not may_tile and not way.changed(batch_size=1, accumulate=1).fits():
             continue
@@ -454,8 +454,7 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
 def options_of(way: Way) -> str:
     """What was chosen, as options of ``gemini plan``."""
     names = "batch_size", "accumulate", "gradient_checkpointing", "kept_blocks", "offload_activations", "tile_tokens"
-    by_block = way.settings.order == "bfs" and way.settings.accumulate > 1
-    return as_options({name: getattr(way.settings, name) for name in names} | {"order": by_block and "bfs"})
+    return as_options({name: getattr(way.settings, name) for name in (*names, "order")})
 
 
 def run_by(way: Way, plan: Plan) -> dict[str, Any]:

@@ -61,10 +61,7 @@ class GeminiArguments:
         "A plan that `gemini plan --out` wrote for this model: its budgets, homes, moves, and the step that is made "
         "where no options describe another."
     )
-    order: str | None = _opt(
-        "bfs: each block takes all micro-batches of a step, where it can; dfs: one after another. (Default: --plan's.)",
-        choices=("dfs", "bfs"),
-    )
+    order: str | None = _opt("bfs: micro-batches go block by block. (Default: --plan's.)", choices=("dfs", "bfs"))
     bytes: bool = _opt("Every byte of the text is a token, whatever tokenizer the model has.", False)
     durable_every: int = _opt("Steps between commits to a store in --nvme_path that outlives a kill; 0 for none.", 0)
     replicas: int = _opt("Groups of processes that keep a whole model each; a group shares its model.", 1)
