@@ -51,7 +51,7 @@ test-fakegpu: $(FAKEGPU)/.built  ## set up the CUDA build of torch (8 GB), then 
 	done && \
 	LD_PRELOAD=$$preload $(FAKEGPU)/bin/python -m pytest -p tests.fakegpu.plugin -p tests.fakegpu.as_standin \
 	  -p no:cacheprovider -n $(JOBS) --dist loadfile \
-	  $(addprefix tests/train/test_,placements.py races.py exactness.py) $(ARGS)
+	  $(addprefix tests/train/test_,placements.py races.py exactness.py parked.py) $(ARGS)
 
 lint: $(VENV)/.built  ## ruff and mypy
 	$(BIN)/ruff check .

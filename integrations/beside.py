@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import BudgetExceeded, warn
+from gemini.errors import BudgetExceeded, human_bytes, warn
 from gemini.memory.system import available_bytes
 from gemini.planning.placement import StaticPlacement
 from gemini.planning.together import bytes_per_param, home_of_frozen
@@ -24,6 +24,8 @@ from gemini.planning.working import MARGIN
 from gemini.sharing import SharedBudget
 from gemini.tiers import DRIVE, Tier
 from gemini.train.ddp import GeminiDDP
+
+from .settings import config_of
 
 
 def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: GeminiConfig, mesh: Any) -> GeminiConfig:
@@ -63,6 +65,20 @@ def budget_for(config: GeminiConfig, number: float) -> SharedBudget:
     memory = SharedBudget.of(config.memory, later=int(share * _host_bytes(config)))
     memory.pool.at_once = True
     return memory
+
+
+def figures_of_all(model: Any, memory: Any) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """Peak and budget of each tier (bytes) of a model and those in one budget with it, and what those hold, in words.
+    ``memory``: the report of the model.
+    """
+    budget = config_of(model).memory  # type: ignore[union-attr]
+    whole = budget.report() if isinstance(budget, SharedBudget) else memory
+    figures = {
+        tier.value: (whole[tier.value]["peak"], whole[tier.value]["budget"]) for tier in Tier if tier.value in whole
+    }
+    others = {tier: whole[tier]["used"] - memory[tier]["used"] for tier in figures}
+    held = ", ".join(f"{tier} {human_bytes(num_bytes)}" for tier, num_bytes in others.items() if num_bytes)
+    return figures, [f"models that are evaluated beside it: {held}"] if held else []
 
 
 def _host_bytes(config: GeminiConfig) -> int:

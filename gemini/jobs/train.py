@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gemini
 import gemini.integrations.trl as ready
 from gemini.errors import BudgetExceeded, counted
-from gemini.integrations.beside import budget_for
+from gemini.integrations.beside import budget_for, figures_of_all
 from gemini.integrations.callbacks import LinesCallback, Position, StopCallback, identity_of
 from gemini.integrations.metrics import MetricsCallback
 from gemini.jobs import JobError, refusing
@@ -48,7 +48,6 @@ from gemini.planning.parallel import block_by_block
 from gemini.ranks import launch
 from gemini.ranks.process_groups import start_group
 from gemini.ranks.wire import Wire
-from gemini.tiers import Tier
 from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import attention_keyword, skeleton_from_config
@@ -240,11 +239,9 @@ class Run:
             self.trainer.save_model(str(self.out))
             self.trainer.save_state()
         memory = self.model.memory_report()
-        shared = self.model._gemini_engine.config.memory
-        whole = shared.report() if isinstance(shared, gemini.SharedBudget) else memory
-        own = {t.value: (whole[t.value]["peak"], whole[t.value]["budget"]) for t in Tier if t.value in whole}
+        own, beside = figures_of_all(self.model, memory)
         lines, all_within = budget_lines(*self._tell(own, "the end of the job"))
-        self._say(str(memory), *lines, sep="\n")
+        self._say(str(memory), *beside, *lines, sep="\n")
         if not finished:
             self._say(f"Stopped after step {state.global_step} of {state.max_steps}. To go on: {again}")
             return 130

@@ -130,6 +130,8 @@ def test_every_trainer_goes_on_from_a_checkpoint(kind: str, lora: bool, llama: P
     rest = run.ok("--output_dir", again, "--resume_from_checkpoint", out / "checkpoint-2", *tight)
     assert losses_of(rest.stdout) == losses_of(result.stdout)[2:]
     assert same_weights(out, again, "adapter_model.safetensors" if lora else "model.safetensors")
+    has_another = kind == "distillation" or (kind == "rloo" and not lora)
+    assert ("models that are evaluated beside it: " in rest.stdout) == has_another
 
 
 def test_a_reward_that_is_none_is_refused(llama: Path, tmp_path: Path) -> None:
