@@ -52,7 +52,8 @@ def open_data(kind: str, script: Any, mixture: Any, args: Any) -> tuple[Any, Any
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
     name, size = script.dataset_name, mixture.test_split_size
-    with refusing(f"--dataset_name {name}" if not mixture.datasets else "datasets"):
+    asked = "datasets" if mixture.datasets else f"--dataset_name {name}"
+    with refusing(asked):
         found = trl.get_dataset(mixture) if mixture.datasets else _open(name, script)
     found = dict(found) if isinstance(found, dict) else {"train": found}
     train, test = script.dataset_train_split, script.dataset_test_split
@@ -64,16 +65,16 @@ def open_data(kind: str, script: Any, mixture: Any, args: Any) -> tuple[Any, Any
     for split in (train, test) if evaluates else (train,):
         if split not in found:
             remedy = " --test_split_size 0.05 takes one, --dataset_test_split names another." if split == test else ""
-            raise JobError(f"--dataset_name {name}: there is no split {split!r}, but {', '.join(found)}.{remedy}")
+            raise JobError(f"{asked}: there is no split {split!r}, but {', '.join(found)}.{remedy}")
     rows = found[train]
     if hasattr(rows, "__len__") and (not len(rows) or (is_text(name) and not any(rows["text"]))):
-        raise JobError(f"--dataset_name {name}: there is nothing in it to learn.")
+        raise JobError(f"{asked}: there is nothing in it to learn.")
     columns, forms = rows.column_names or (), _COLUMNS.get(kind, ())
     forms += (args.dataset_text_field,) if kind == "sft" else ()
     if columns and forms and not any({*form.split()} <= {*columns} for form in forms):
         wanted = ", or ".join(form.replace(" ", " and ") for form in forms)
         raise JobError(
-            f"--dataset_name {name}: gemini {kind} learns from the columns {wanted}, and there are "
+            f"{asked}: gemini {kind} learns from the columns {wanted}, and there are "
             f"{', '.join(columns)}. Rename them as TRL's dataset formats have it."
         )
     return rows, found[test] if evaluates else None

@@ -6,11 +6,13 @@ import gzip
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 
+from gemini.jobs import JobError, parts
 from gemini.jobs.models import byte_tokenizer
 from gemini.jobs.parts import is_text
 from tests.cli.commands import Command, flat, refused
@@ -207,3 +209,13 @@ def test_rows_of_other_columns_are_refused_before_the_model_is_made(
         Command(kind, *train.words[1:5], "--output_dir", tmp_path / "out")(*words),
         f"{kind} learns from the columns {says}",
     )
+
+
+def test_rows_of_several_datasets_are_refused_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["some"]})
+    monkeypatch.setattr(parts.trl, "get_dataset", lambda mixture: datasets.DatasetDict({"train": rows}))
+    script = SimpleNamespace(dataset_name=None, dataset_train_split="train", dataset_test_split="test")
+    mixture = SimpleNamespace(datasets=["one", "another"], test_split_size=None)
+    args = SimpleNamespace(eval_on_start=False, eval_strategy="steps", seed=0, dataset_text_field="text")
+    with pytest.raises(JobError, match="^datasets: there is no split 'test', but train"):
+        parts.open_data("sft", script, mixture, args)
