@@ -1,7 +1,9 @@
 """The loop of accelerate's documentation, managed: the bits of the loop by hand, exact states, clear refusals."""
 
+import itertools
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,24 @@ def groups(model: Any) -> list[dict[str, Any]]:
         {"params": [p for n, p in named if "norm" not in n], "weight_decay": 0.1},
         {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0, "lr": 3e-3},
     ]
+
+
+def test_a_step_block_by_block_has_the_bits_of_accumulate() -> None:
+    """The micro-batches that ``accumulate`` counts, given to ``gemini.train_step``."""
+    plain = Run(micro=4)
+    losses = plain.train()
+    steps, found = Run(micro=1, gemini_config=Config(gradients="accumulate")), list[float]()
+    batches = iter(steps.loader)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="train_step")
+        while micro_batches := list(itertools.islice(batches, 4)):
+            found += (4 * gemini.train_step(steps.model.train(), micro_batches)).tolist()
+            steps.norms.append(steps.accelerator.clip_grad_norm_(steps.model.parameters(), 0.5).item())
+            steps.optimizer.step()
+            steps.scheduler.step()
+            steps.optimizer.zero_grad()
+    assert found == losses and steps.norms == plain.norms and len(steps.norms) == 2
+    assert_same_run(plain.pair, steps.pair)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
