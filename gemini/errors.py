@@ -11,8 +11,9 @@ import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 # Code between the program and a warning: a warning names the program's line, however deep the one is that gives it.
 _BETWEEN = tuple(f"{Path(__file__).resolve().parents[1] / name}/" for name in ("gemini", "integrations"))
@@ -117,6 +118,11 @@ def human_bytes(num_bytes: float) -> str:
             return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.4g} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def listed(values: Mapping[Any, float], say: Callable[[float], str] = human_bytes) -> str:
+    """How much there is of what, ``"weights 3 GiB, windows 1 GiB"``; ``"nothing"`` where there is none of anything."""
+    return ", ".join(f"{what} {say(value)}" for what, value in values.items() if value) or "nothing"
 
 
 def counted(count: int, word: str) -> str:

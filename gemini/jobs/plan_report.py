@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gemini.errors import BudgetExceeded, human_bytes
+from gemini.errors import BudgetExceeded, human_bytes, listed
 from gemini.jobs.planner import Machine, problem_of
 from gemini.jobs.screen import fact, human_count, human_rate, in_options, shown_bytes, table
 from gemini.jobs.settings import MAIN, PlanSettings
@@ -224,8 +224,8 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
     yield f"DOES NOT FIT: {whose}{missing}" if missing else f"DOES NOT FIT: {refusal}"
     if change:
         yield fact("cheapest change", in_options(change, "--nvme"))
-    each = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in report["needs"].items())
-    yield fact("it needs", f"{human_bytes(sum(report['needs'].values()))} for states and gradients: {each}")
+    needs = report["needs"]
+    yield fact("it needs", f"{human_bytes(sum(needs.values()))} for states and gradients: {listed(needs)}")
 
 
 def _mesh(report: Report) -> Iterator[RenderableType]:
@@ -309,8 +309,7 @@ def _facts(report: Report) -> Iterator[RenderableType]:
         words += f", which wait on {beside['offloaded_to']}"
     yield fact("beside params", words if report["compute"] == "gpu" else f"{words}; on top of the cpu budget")
     if report["fits"]:
-        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in report["moved"].items() if n)
-        yield fact("moved in a step", moved or "nothing")
+        yield fact("moved in a step", listed(report["moved"]))
     if step:
         yield from _time(report, step)
     elif report["fits"] and report["machine"] is None:

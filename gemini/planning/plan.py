@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gemini.errors import PlanMismatch, human_bytes
+from gemini.errors import PlanMismatch, human_bytes, listed
 from gemini.planning.document import Document, read
 from gemini.planning.layout import Layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
@@ -166,10 +166,9 @@ class Plan(Document, kind="plan"):
         held = self.held
         lines = [f"{self.trace.model}, {self.trace.num_params:,} params: {self.bytes_per_param:.2f} bytes each"]
         for tier, used in self.bytes_per_tier.items():
-            listed = ", ".join(f"{what} {human_bytes(n)}" for what, n in held.get(tier, {}).items())
             lines.append(
                 f"{tier.value:<5}{human_bytes(used):>11} of {human_bytes(self.problem.budgets[tier]):>10}  "
-                f"{listed or 'nothing'}"
+                f"{listed(held.get(tier, {}))}"
             )
         on_gpu = sum(self.update_tier(i) is Tier.GPU for i, c in enumerate(self.layout.chunks) if c.trainable)
         trained = sum(chunk.trainable for chunk in self.layout.chunks)
@@ -177,8 +176,7 @@ class Plan(Document, kind="plan"):
             streamed = len(self.placement.streamed)
             note = f", {streamed} of them streamed" if streamed else ""
             lines.append(f"{self.problem.rule.name} runs on the GPU for {on_gpu} of {trained} chunks{note}")
-        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.traffic.items())
-        lines.append(f"moved in a step: {moved or 'nothing'}")
+        lines.append(f"moved in a step: {listed(self.traffic)}")
         if self.problem.durable:
             behind = self.committed_bytes
             what = f"{human_bytes(behind)} that live in memory" if behind else "nothing but its record"

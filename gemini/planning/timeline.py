@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from gemini.errors import human_bytes
+from gemini.errors import human_bytes, listed
 from gemini.planning.document import Document
 from gemini.tiers import BOUNDARIES, FILED, Tier
 
@@ -132,12 +132,10 @@ class Timeline(Document, kind="timeline"):
     def __str__(self) -> str:
         """Step time, what bounds it, where it waited, what moved, and each tier's peak."""
         lines = [f"{self.title}: {self.summary}"]
-        busy = ", ".join(f"{track.value} {human_seconds(s)}" for track, s in self.busy.items())
-        lines.append(f"busy: {busy or 'nothing'}")
-        stalls = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self.stalls.items() if s > 0)
-        lines.append(f"computing waited for: {stalls or 'nothing'}")
-        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.moved.items() if n)
-        lines.append(f"moved: {moved or 'nothing'}")
+        busy = {track.value: seconds for track, seconds in self.busy.items()}
+        lines.append(f"busy: {listed(busy, human_seconds)}")
+        lines.append(f"computing waited for: {listed(self.stalls, human_seconds)}")
+        lines.append(f"moved: {listed(self.moved)}")
         for tier, peak in self.peaks.items():
             lines.append(f"{tier.value}: peak {human_bytes(peak)} of {human_bytes(self.budgets[tier])}")
         return "\n".join(lines)

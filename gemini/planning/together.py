@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gemini.errors import BudgetExceeded, human_bytes
+from gemini.errors import BudgetExceeded, human_bytes, listed
 from gemini.planning import working
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
@@ -109,12 +109,11 @@ class Together:
         """What each tier holds of each model, against the budgets."""
         lines = []
         for name, each in self.plans.items():
-            kept = ", ".join(f"{tier.value} {human_bytes(n)}" for tier, n in kept_bytes(each).items() if n)
-            lines.append(f"{name}: keeps {kept or 'nothing'}; gathers {human_bytes(needed_bytes(each))} at once")
+            kept = listed({tier.value: num_bytes for tier, num_bytes in kept_bytes(each).items()})
+            lines.append(f"{name}: keeps {kept}; gathers {human_bytes(needed_bytes(each))} at once")
         for tier, used in self.bytes_per_tier.items():
             lines.append(f"{tier.value:<5}{human_bytes(used):>11} of {human_bytes(self.budgets[tier]):>10}")
-        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.traffic.items())
-        return "\n".join([*lines, f"moved in a step: {moved or 'nothing'}"])
+        return "\n".join([*lines, f"moved in a step: {listed(self.traffic)}"])
 
 
 def plan_together(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gemini.errors import GeminiError, human_bytes
+from gemini.errors import GeminiError, human_bytes, listed
 from gemini.interrupts import WHOLE
 from gemini.ledger import Ledger
 from gemini.memory.devices.device import Device
@@ -64,23 +64,17 @@ class MemoryReport(dict[str, Any]):
         lines = [f"{'tier':<6}{'used':>12}{'peak':>12}{'budget':>12}  held by"]
         for name in tiers:
             tier = self[name]
-            held = ", ".join(
-                f"{holder} {human_bytes(num_bytes)}"
-                for holder, num_bytes in sorted(tier["holders"].items(), key=lambda item: -item[1])
-            )
+            held = listed(dict(sorted(tier["holders"].items(), key=lambda item: -item[1])))
             sizes = "".join(f"{human_bytes(tier[key]):>12}" for key in ("used", "peak", "budget"))
-            lines.append(f"{name:<6}{sizes}  {held or 'nothing'}")
+            lines.append(f"{name:<6}{sizes}  {held}")
         if "allocator" in self:
             lines += _allocator_lines(self["allocator"])
-        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self["moved"].items()) or "nothing"
-        lines.append(f"moved in the last step: {moved}")
-        waited = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self["stalls"].items()) or "nothing"
-        lines.append(f"waited in the last step: {waited}")
+        lines.append(f"moved in the last step: {listed(self['moved'])}")
+        lines.append(f"waited in the last step: {listed(self['stalls'], human_seconds)}")
         if "sent" in self:
             seconds = sum(self["stalls"].get(cause, 0.0) for cause in _FOR_RANKS)
             lines.append(f"of that for other ranks: {human_seconds(seconds)}")
-            sent = ", ".join(f"{how} {human_bytes(n)}" for how, n in self["sent"].items()) or "nothing"
-            lines.append(f"sent to other ranks in the last step: {sent}")
+            lines.append(f"sent to other ranks in the last step: {listed(self['sent'])}")
         if any(self["speculation"].values()):
             kept, undone = self["speculation"]["kept"], self["speculation"]["undone"]
             lines.append(f"updates begun before their step was known: {kept:,} kept, {undone:,} undone")
@@ -89,8 +83,8 @@ class MemoryReport(dict[str, Any]):
             f"each when trained, and {self['grad_bytes_per_param']:.2f} for gradients between backward and update"
         )
         if self["fp32"]:
-            listed = ", ".join(f"{num_params:,} {why}" for why, num_params in self["fp32"].items())
-            lines.append(f"params that stay in fp32: {listed}")
+            stay = ", ".join(f"{num_params:,} {why}" for why, num_params in self["fp32"].items())
+            lines.append(f"params that stay in fp32: {stay}")
         if self["tile_tokens"] is not None:
             lines.append(f"in tiles: {tile_words(self['tile_tokens'])} at a time")
         return "\n".join(lines)
