@@ -212,7 +212,7 @@ def _charge(model: nn.Module, trace: MemoryTrace, clock: VirtualClock, hardware:
         module.register_forward_hook(charge(path))
 
 
-@patch.object(working, "FLIGHTS", working.FLIGHTS // SCALE)
+@patch.object(working, "FLIGHTS", {tier: num_bytes // SCALE for tier, num_bytes in working.FLIGHTS.items()})
 def clocked(case: Case, folder: Path, *, num_steps: int = 3) -> Told:
     """The last of some steps."""
     trace, hardware = _timed_trace(case), _hardware(case)

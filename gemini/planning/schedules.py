@@ -253,7 +253,8 @@ class Work:
     def flight_room(self) -> int:
         """Bytes that activations on their way, out or back, may take of the computing tier."""
         free = self.problem.budgets[self.problem.compute] - self.plan.bytes_per_tier.get(self.problem.compute, 0)
-        room = min(max(working.FLIGHTS, working.flight_bytes(self.plan.trace)), self.problem.flights + max(free, 0))
+        depth = max(working.FLIGHTS[self.problem.offload_to or Tier.GPU], working.flight_bytes(self.plan.trace))
+        room = min(depth, self.problem.flights + max(free, 0))
         return room * self.plan.trace.micro_batches  # a moment's are those of all that pass through it in turn
 
     def carried_bytes(self, moment: int, *, back: bool) -> int:

@@ -39,8 +39,9 @@ DEVICE_SLOTS = 4
 WAITING_GRADIENTS = 3
 """Chunks whose transient gradients may wait for their updates at least; more where a budget has room."""
 
-FLIGHTS = 64 * 2**20
-"""Bytes of activations that may be on their way in one direction, of whatever model, where there is room."""
+FLIGHTS = {Tier.GPU: 0, Tier.CPU: 1280 * 2**20, Tier.NVME: 128 * 2**20}
+"""Bytes of activations that may be on their way to a tier, or from it, where there is room: what a PCIe 4.0 link and a
+drive move in 50 ms, so that computing does not wait where blocks are short."""
 
 
 def tile_numel(largest_chunk: int, whole: int = 0) -> int:

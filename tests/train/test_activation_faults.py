@@ -14,6 +14,7 @@ from gemini.memory.devices.device import Event
 from gemini.memory.movement.transfers import Job
 from gemini.memory.nvme import SpillFile
 from gemini.planning import working
+from gemini.tiers import Tier
 from tests.train.test_activation_overlap import (  # noqa: F401
     INPUT,
     LAYERS,
@@ -42,7 +43,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
             writes.error = [None, spill.failed("write", 0, INPUT, 0, OSError(28, "No space left on device"))]
             if when == "forward":
                 writes.open.set()
-                patches.setattr(working, "FLIGHTS", 0)  # waits for the last but one
+                patches.setattr(working, "FLIGHTS", dict.fromkeys(Tier, 0))  # waits for the last but one
             with pytest.raises(gemini.StorageError) as caught:
                 loss = model(noise())
                 assert when != "forward"

@@ -19,7 +19,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning import working
 from gemini.tiers import Tier
 from gemini.train.activations import flights as activation_flights
-from gemini.train.activations.flights import IN_FLIGHT
+from gemini.train.activations.flights import IN_FLIGHT, Flights
 from tests.standin_device import StandinDevice
 from tests.standins import RandomClock
 from tests.train.helpers import least, manage, step_on
@@ -202,13 +202,32 @@ def test_forward_does_not_wait_and_what_it_was_given_may_be_overwritten(
     model.zero_grad()
 
 
+def test_computing_is_blocks_ahead_of_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of the 128 MiB that 16,384 tokens of an 8B model have, scaled down: of 50 ms of the link, and no fewer."""
+    monkeypatch.setattr(working, "FLIGHTS", {tier: n * INPUT // 2**27 for tier, n in working.FLIGHTS.items()})
+    gate, ahead, end = threading.Event(), list[int](), Flights._end_save
+
+    def ended(flights: Flights, flight: Any) -> None:
+        ahead.append(len(flights.saving))
+        end(flights, flight)
+
+    monkeypatch.setattr(Flights, "_end_save", ended)
+    there = StandinDevice(gate=lambda stream: None if stream != "offload" else assert_(gate.wait(PATIENCE)))
+    model = wrap(tmp_path, there, "cpu")
+    loss = model(noise())
+    assert len(world_of(model).activations.flights.saving) > LAYERS >= 4 and not ahead
+    gate.set()
+    loss.backward()
+    model.zero_grad()
+
+
 def assert_(condition: bool) -> None:
     assert condition
 
 
 def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is in the file when backward begins. Two tensors at a time: the last block's first."""
-    monkeypatch.setattr(working, "FLIGHTS", 2 * INPUT)
+    monkeypatch.setattr(working, "FLIGHTS", dict.fromkeys(Tier, 2 * INPUT))
     model = wrap(tmp_path)
     reads, workers = list[int](), list[str]()
     real = SpillFile.read
@@ -235,7 +254,7 @@ def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypat
 
 def test_the_first_of_two_graphs_is_read_ahead_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a pipeline, whose backwards come in the order of the forwards: what lies behind is not asked for."""
-    monkeypatch.setattr(working, "FLIGHTS", 2 * INPUT)
+    monkeypatch.setattr(working, "FLIGHTS", dict.fromkeys(Tier, 2 * INPUT))
     monkeypatch.setattr(activation_flights, "_TOGETHER", 1)
     model, workers, real = wrap(tmp_path), list[str](), SpillFile.read
 

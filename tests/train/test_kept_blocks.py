@@ -117,7 +117,7 @@ def test_what_waits_is_what_the_trace_says(device: str, tmp_path: Path) -> None:
 
 def test_what_one_block_saves_is_on_its_way_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no more: by the arithmetic of the plan, which counts it. No byte leaves before all of a block wants to."""
-    monkeypatch.setattr(working, "FLIGHTS", 0)
+    monkeypatch.setattr(working, "FLIGHTS", dict.fromkeys(Tier, 0))
     plain = llama()
     enable(plain)
     most = working.flight_bytes(gemini.trace(plain, batch(), target="cpu", kept_blocks=LAYERS))
@@ -182,7 +182,7 @@ def test_the_memory_of_what_backward_took_while_it_left_goes_at_the_block_before
 @pytest.mark.sweep(every=2)
 def test_in_any_room_and_at_any_speed_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the least budget on, with copies that take their time: what is not there in time is waited for."""
-    monkeypatch.setattr(working, "FLIGHTS", 0)
+    monkeypatch.setattr(working, "FLIGHTS", dict.fromkeys(Tier, 0))
     plain = wrap(llama(), tmp_path, "cpu", None, 0)
     enable(plain)
     losses, _, masters = train(plain)
@@ -200,6 +200,54 @@ def test_in_any_room_and_at_any_speed_the_same_bits(tmp_path: Path, monkeypatch:
         assert found == losses and all(torch.equal(value, own[name]) for name, value in masters.items())
         assert world_of(model).peak(Tier.GPU) <= low + slack
         world_of(model).check()
+
+
+def test_what_a_node_saves_leaves_from_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a copy of it on the device: only what a checkpoint saves may be overwritten, and is copied."""
+    copied, own, begin = list[int](), list[int](), Flights._begin_save
+
+    def watched(flights: Flights, flight: Flight, offloaded: Any, tensor: torch.Tensor) -> None:
+        begin(flights, flight, offloaded, tensor)
+        assert flight.on_device is not None and flight.on_device.stride() == offloaded.stride
+        (own if flight.on_device.data_ptr() == tensor.data_ptr() else copied).append(tensor.nbytes)
+
+    monkeypatch.setattr(Flights, "_begin_save", watched)
+    for kept in (0, LAYERS):
+        model = wrap(llama(), tmp_path, "standin", "cpu", kept)
+        enable(model)
+        loss = model(**batch()).loss
+        assert (sum(own) > 3 * sum(copied) and {*own} > {INPUT}) if kept else (copied and not own)
+        copied.clear()
+        loss.backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_what_a_node_saved_is_not_overwritten_unnoticed(is_away: bool, tmp_path: Path) -> None:
+    """While it leaves its copy may be torn: refused as torch refuses it. When it is away nobody reads it there."""
+    gate = threading.Event()
+    there = StandinDevice(gate=lambda stream: assert_(stream != "offload" or gate.wait(30)))
+    model = manage(Own(1), tmp_path, there, cpu="32MiB", gpu="32MiB", offload_activations="cpu", kept_blocks=1).train()
+    saved, flights = list[torch.Tensor](), world_of(model).activations.flights
+    handle = model.blocks[0].up.register_forward_hook(lambda _, args, out: saved.append(args[0]))
+    out = model(torch.randn(1024, 16).bfloat16().requires_grad_())
+    handle.remove()
+    assert flights.saving
+    if is_away:
+        gate.set()
+        flights.drain()
+    with torch.no_grad():
+        saved[0].zero_()
+    if is_away:
+        out.sum().backward()
+        assert model.full_grad("blocks.0.up.weight").any()
+    else:
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation: .* is at version"):
+            out.sum().backward()
+    gate.set()
+    model.zero_grad()
+    world_of(model).settle()
+    assert world_of(model).ledger.held(Tier.GPU, IN_FLIGHT) == 0
 
 
 def test_an_interrupt_anywhere_leaves_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Offloaded activations in flight beside computing: written behind forward, read ahead of backward.
 
-What a tensor holds when it is saved is copied at once, and moves on from there: nobody waits for the drive, and the
-model may overwrite it. What one block saves may be on its way out while the blocks behind it compute. Backward asks for
+What a checkpoint saves is copied at once, and moves on from there: nobody waits for the drive, and the model may
+overwrite it. What nodes of kept blocks save leaves a GPU from where it is: overwritten meanwhile it is refused, as by
+torch. What one block saves may be on its way out while the blocks behind it compute. Backward asks for
 tensors in about the reverse order of their saving, so as much is read ahead of the place that it has come to. All of it
 takes room that a plan has for it or that is left over ("activations in flight"), and gives way to whoever needs that:
 where there is none, moves are made in turn as without overlap. Used by the training thread alone.
@@ -31,6 +32,7 @@ from gemini.memory.store import ChunkStore
 from gemini.planning import working
 from gemini.tiers import Tier
 from gemini.train.activations.kept import INSIDE
+from gemini.train.modules.saved_weights import of_version
 
 IN_FLIGHT = "activations in flight"
 
@@ -53,7 +55,7 @@ class Offloaded:
     def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
         self._gone, self.place = gone, place
         self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
-        # As autograd gives it back: dense, in the order of dimensions of the tensor.
+        # As it travels, and as autograd gives it back: dense, in the order of dimensions of the tensor.
         self.stride = torch.empty_like(tensor, device="meta").stride()
         self.num_bytes = in_pages(tensor.nbytes)
         self.flight: Flight | None = None  # on its way out, or back
@@ -70,6 +72,10 @@ class Offloaded:
             self._gone.append(Gone(place, self.num_bytes, self.flight))
 
     __del__ = let_go
+
+    def empty(self) -> torch.Tensor:
+        """Memory for its values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 class Gone(NamedTuple):
@@ -89,8 +95,9 @@ class Flight(Transfer):
         self.num_bytes = offloaded.num_bytes
         self.buffer: torch.Tensor | None = None  # page-aligned host memory, between the computing memory and the drive
         self.on_device: torch.Tensor | None = None
-        """Where the host does not compute: the values there, of the tensor's shape and contiguous. Nobody else may have
-        that memory before ``copies`` are over."""
+        """Where the host does not compute: the values there, laid out as they travel. Nobody else may have that memory
+        before ``copies`` are over."""
+        self.version: int | None = None  # which that had, where it is the tensor itself
         self.stream = -1  # on which a save was begun
         self.taken = False  # whether backward has what a save still copies: it is counted there
 
@@ -102,7 +109,7 @@ class Flights:
 
     def __init__(self, store: ChunkStore, tier: Tier):
         self.in_turn = not store.transfers.beside  # whether moves are made in turn: then nothing is begun here
-        self._device, self._mover, self._file = store.device, store.mover, store.files.get(tier)
+        self._device, self._mover, self._file, self._tier = store.device, store.mover, store.files.get(tier), tier
         self._ledger, self._transfers = store.ledger, store.transfers
         self._computing = store.device.tier
         self.saving: dict[Any, Any] = store.transfers.open[Lane.OFFLOAD]
@@ -133,7 +140,7 @@ class Flights:
         num_bytes = offloaded.num_bytes
         self._count(num_bytes)
         flight = Flight(Lane.OFFLOAD, offloaded)
-        while sum(other.num_bytes for other in self.saving.values()) + num_bytes > max(working.FLIGHTS, self._needed):
+        while sum(other.num_bytes for other in self.saving.values()) + num_bytes > self._depth:
             self._end_oldest()
         if not self._lend(flight, BEHIND):
             # Parked buffers of other sizes are no use here, and whoever moves this one in turn may need the memory.
@@ -150,6 +157,11 @@ class Flights:
         self._in_block = INSIDE.number, num_bytes + (before if INSIDE.kept and block == INSIDE.number else 0)
         self._needed = max(self._needed, 2 * num_bytes, self._in_block[1])  # `working.flight_bytes`
 
+    @property
+    def _depth(self) -> int:
+        """Bytes that may be on their way in one direction."""
+        return max(working.FLIGHTS[self._tier], self._needed)
+
     @contextmanager
     def _or_free(self, flight: Flight) -> Iterator[None]:
         """Begin a flight inside: one that breaks off before it is in the list, where others end it, gives back all."""
@@ -162,7 +174,7 @@ class Flights:
             raise
 
     def _begin_save(self, flight: Flight, offloaded: Offloaded, tensor: torch.Tensor) -> None:
-        """Copy what the tensor holds, and begin to move the copy."""
+        """Begin to move what the tensor holds."""
         mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
         file, buffer, place, working = self._file, flight.buffer, offloaded.place, Working(self._mover.watch.moved)
 
@@ -179,14 +191,21 @@ class Flights:
         into = (place if buffer is None else buffer)[: tensor.nbytes]
         if computing is Tier.CPU:
             # Here and now: when this returns the model may overwrite the tensor.
-            into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            into.view(tensor.dtype).as_strided(offloaded.shape, offloaded.stride).copy_(tensor)
         else:
-            # A copy on the device: the model may overwrite the tensor before the link has come to it.
-            flight.on_device = tensor.clone(memory_format=torch.contiguous_format)
+            # A copy on the device where a checkpoint saves: the model may overwrite the tensor before the link has come
+            # to it. What a node saves must stay as it is, so its own memory does, if it is no part of something else.
+            is_own = INSIDE.kept and tensor.stride() == offloaded.stride
+            if is_own and tensor.untyped_storage().nbytes() == tensor.nbytes:
+                flight.on_device, flight.version = tensor, tensor._version
+                if tensor.is_cuda:  # of whatever stream: it is freed behind what this one waits for
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            else:
+                flight.on_device = tensor.clone()
             flight.stream = device.stream_number()
         with WHOLE:  # memory of a flight that is not known would be given to others while it is copied
             if flight.on_device is not None:
-                source = _bytes(flight.on_device)
+                source = in_bytes(flight.on_device)
                 flight.copies = mover.under_way(
                     computing, Tier.CPU, num_bytes, lambda: device.copy(into, source, "offload", kept=True), _SAVE, -1
                 )
@@ -234,6 +253,8 @@ class Flights:
         # First: without a flight and without an error its place would be read, which was not written.
         if error and offloaded and flight.lane is Lane.OFFLOAD:
             offloaded.error = _without_traceback(error)
+        elif offloaded and (overwritten := _overwritten(flight)):
+            offloaded.error = overwritten  # of the tensor alone: told if backward asks for it, as by torch
         # Off the list and freed together: what is off it is freed by nobody else.
         with WHOLE:
             self._transfers.end(flight)
@@ -276,7 +297,7 @@ class Flights:
 
     def read_ahead(self) -> None:
         """Begin to read what backward asks for next, as far as there is room."""
-        depth, ahead = max(working.FLIGHTS, self._needed), sum(flight.num_bytes for flight in self.restoring.values())
+        depth, ahead = self._depth, sum(flight.num_bytes for flight in self.restoring.values())
         # Enough is on its way, and it is what is asked for: looked at again when an eighth has come to its use.
         if self.in_turn or (self._foreseen and ahead > depth - depth // 8):
             return
@@ -309,8 +330,8 @@ class Flights:
         with self._or_free(flight):
             into: torch.Tensor | None = None
             if computing is not Tier.CPU:
-                flight.on_device = torch.empty(offloaded.shape, dtype=offloaded.dtype, device=offloaded.device)
-                into = _bytes(flight.on_device)
+                flight.on_device = offloaded.empty()
+                into = in_bytes(flight.on_device)
             # Behind it nobody uses what is the memory of ``into`` now; the worker comes much later.
             free = DONE if file is None else device.mark()
 
@@ -340,15 +361,15 @@ class Flights:
         return True
 
     def take(self, offloaded: Offloaded) -> torch.Tensor | None:
-        """Return the values, contiguous, if they came ahead or have not left yet; None: they must be moved now. Raises
-        StorageError if they, or others, could not be written.
+        """Return the values if they came ahead or have not left yet; None: they must be moved now. Raises StorageError
+        if they, or others, could not be written, RuntimeError if they were overwritten before.
         """
         self.check()
-        if offloaded.error is not None:
-            raise offloaded.error
+        flight = offloaded.flight
+        if error := offloaded.error or (flight and _overwritten(flight)):
+            raise error
         # Also where it is not elsewhere any more: this is the place that backward has come to.
         self._count_use(offloaded)
-        flight = offloaded.flight
         # It has not left: the copy that travels is the value.
         if flight is not None and flight.lane is Lane.OFFLOAD:
             return self._share(offloaded, flight)
@@ -386,8 +407,8 @@ class Flights:
         if flight.on_device is not None:
             return flight.on_device.clone()
         assert flight.buffer is not None
-        out = torch.empty(offloaded.shape, dtype=offloaded.dtype, device=offloaded.device)
-        into = _bytes(out)
+        out = offloaded.empty()
+        into = in_bytes(out)
         into.copy_(flight.buffer[: into.numel()])
         return out
 
@@ -542,5 +563,12 @@ def _had() -> None:
     """In the place of one that backward has had."""
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def _overwritten(flight: Flight) -> RuntimeError | None:
+    """The error of a tensor that was written to while it left, from where it is."""
+    tensor, version = flight.on_device, flight.version
+    return None if tensor is None or version is None else of_version(tensor, version)
+
+
+def in_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor, as they lie."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

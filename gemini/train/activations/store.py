@@ -29,7 +29,7 @@ from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
-from gemini.train.activations.flights import Flights, Gone, Offloaded
+from gemini.train.activations.flights import Flights, Gone, Offloaded, in_bytes
 from gemini.train.activations.kept import INSIDE
 from gemini.train.modules import saved_weights, token_tiles
 from gemini.train.modules.calls import Calls
@@ -244,7 +244,7 @@ class ActivationStore:
         try:
             self._stored.add(offloaded)
             if not self.flights.save(offloaded, tensor):
-                self._write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
+                self._write(in_bytes(tensor if tensor.stride() == offloaded.stride else tensor.clone()), offloaded)
         except BaseException:
             # Noted and collected at once, as if it had been dropped: bytes and place go back the same way.
             offloaded.let_go()
@@ -310,14 +310,10 @@ class ActivationStore:
         with torch.profiler.record_function("gemini::fetch_activation"), about:
             out = self.flights.take(packed)
             if out is None:
-                out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-                self._read(packed, out.view(-1).view(torch.uint8))
+                out = packed.empty()
+                self._read(packed, in_bytes(out))
             # Behind the taking: its memory is free, and the place has moved.
             self.flights.read_ahead()
-            # Values travel contiguous; a node of backward gets the strides that it has saved.
-            if out.stride() != packed.stride:
-                laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)
-                return laid_out.copy_(out)
             return out
 
 
