@@ -167,7 +167,7 @@ class MemoryBudget:
                     f"{tier.spec.title} tier"
                 )
             # The dataclass is frozen, and everybody after this reads paths that exist as they stand.
-            paths = [Path(path).expanduser() if str(path).startswith("~") else path for path in several]
+            paths = [Path(os.path.expanduser(path)) if str(path).startswith("~") else path for path in several]
             twice = [path for number, path in enumerate(paths) if Path(path) in map(Path, paths[:number])]
             if twice:
                 raise ValueError(f"MemoryBudget({tier.value}_path=) names {twice[0]} twice; name each directory once")

@@ -9,7 +9,7 @@ would have to read and write in its place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -39,12 +39,16 @@ def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: Gemin
         return config
     memory = SharedBudget.of(config.memory)
     memory.pool.at_once = True
+    # What is of training only is as if it had not been given.
+    of_training = ("trace", "gradients", "activations", "states", "optimizer", "offload_activations", "tile_tokens")
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(GeminiConfig)}
     frozen = replace(
-        config, memory=replace(memory, durable=False), trace=None, gradients="retain", activations=None, states="exact",
-        optimizer=None, offload_activations=None, tile_tokens=None,
+        config,
+        memory=replace(memory, durable=False),
         placement="auto" if isinstance(trained, GeminiDDP) else _lowest(plain, trained, config),
         keep_fp32=config.keep_fp32 if config.keep_fp32 is None else "auto",
-    )  # fmt: skip
+        **{name: defaults[name] for name in of_training},
+    )
     for model in plain:
         name = type(model).__name__
         try:

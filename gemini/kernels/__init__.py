@@ -115,6 +115,8 @@ def why_not_cuda(device: torch.device) -> str | None:
         if found == wanted:
             return None
         refusal = f"a kernel made {found} of {wanted}"
+    except torch.OutOfMemoryError:
+        raise  # others have all of it now: asked again, the card may have room
     except (RuntimeError, OSError) as e:  # no compiler, a card or a driver that does not take its code, no driver
         refusal = str(e)
     warn(

@@ -310,7 +310,7 @@ def _each(transfer: Callable[[torch.Tensor, int], None], planes: list[tuple[torc
 def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
     """Memory, bandwidth, products, Adam, a launch, and copies of pinned memory, each way alone and both at once."""
     on_cuda = device.type == "cuda"  # anything else stands in for it in tests
-    timed = partial(_timed, sizes=sizes, synchronize=torch.cuda.synchronize if on_cuda else None)
+    timed = partial(_timed, sizes=sizes, synchronize=partial(torch.cuda.synchronize, device) if on_cuda else None)
     if on_cuda:
         name = torch.cuda.get_device_name(device)
         yield "num_gpus", _asked(torch.cuda.device_count(), name)

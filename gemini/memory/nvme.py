@@ -52,7 +52,7 @@ class DirectoryProbe:
 
 def probe(directory: str | Path, tier: Tier = DRIVE) -> DirectoryProbe:
     """Try a spill file of one page in ``directory``; StorageError if it is missing, or cannot be written."""
-    directory = Path(directory).expanduser()
+    directory = Path(os.path.expanduser(directory))
     fd, direct, nameless = _open(directory, tier)
     os.close(fd)
     return DirectoryProbe(directory, direct, nameless, free_bytes(directory))

@@ -11,6 +11,7 @@ tells every change of what is held.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -112,7 +113,11 @@ class Activity:
     def __enter__(self) -> None:
         # The outer listener first, and last at the end: its time has all of this in it.
         self.around.__enter__()
-        self.recorder._begin(self)
+        try:
+            self.recorder._begin(self)
+        except BaseException:  # an interrupt: nobody will end what may have begun
+            self.__exit__(*sys.exc_info())
+            raise
 
     def __exit__(self, *exc: Any) -> None:
         try:
@@ -251,7 +256,8 @@ class Recorder:
         if self._device is not None:
             self._device.synchronize()
         # Its copies are over with that. Taken note of here: whoever waits for them may come much later, or never.
-        self._flying = [event for event in self._flying if not event.is_complete()]
+        for event in [event for event in self._flying if event.is_complete()]:
+            self._flying.remove(event)  # of the same list: a worker may add to it meanwhile
 
     @property
     def _collecting(self) -> RecordedStep | None:
@@ -277,13 +283,14 @@ class Recorder:
 
     def _end(self, activity: Activity) -> None:
         thread = activity.thread
-        assert thread is not None
+        if thread is None:
+            return  # an interrupt came before it began
         if thread is self._training:
             self._finish_device()
         with self._lock:
             self._cut(thread)
-            popped = thread.stack.pop()
-            assert popped is activity, (popped.name, activity.name)
+            while thread.stack.pop() is not activity:
+                pass  # what an interrupt has kept from ending
             if not thread.stack and thread is not self._training:
                 # Numbers of threads are given again: what is left here would be taken for another one's.
                 del self._workers[threading.get_ident()]

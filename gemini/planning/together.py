@@ -19,6 +19,7 @@ from gemini.errors import BudgetExceeded, human_bytes, listed
 from gemini.planning import working
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
+from gemini.planning.layout import check_counts
 from gemini.planning.placement import StaticPlacement
 from gemini.planning.plan import Plan, window_room
 from gemini.planning.planes import RuleSpec, compute_itemsize, plane_specs, spec_of
@@ -142,6 +143,7 @@ def plan_together(
         BudgetExceeded: if they do not fit. The message names the model that does not.
         Others: as :func:`gemini.plan`.
     """
+    check_counts(accumulate=accumulate, ranks=ranks, max_chunk=options.get("max_chunk", 1))
     sharing = local_ranks or ranks
     compute = options.pop("compute", None)
     budgets = budgets_of(budget, hardware, sharing)

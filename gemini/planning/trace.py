@@ -302,7 +302,7 @@ class MemoryTrace(Document, kind="trace"):
         )
         for indices in (*trace.read_together, *((*moment.params, *moment.gradients) for moment in trace.moments)):
             for index in indices:
-                trace.params[index]  # an index out of range is damage too
+                trace.params[index if index >= 0 else len(trace.params)]  # an index out of range is damage too
         return trace
 
     def __str__(self) -> str:

@@ -101,6 +101,8 @@ def manage(
                 changes.append(_to_call(whole.take_away))
             changes.append(_to_call(engine.adoption.give_back))
             model = engine.take_home(model, fill)
+        # Optimizers made before the wrap write their plain states into chunks, and keep them until the model is whole.
+        adopted = [(of, of.adopt_plain_states()) for of in owners_of(engine.params.handles)]
         with WHOLE:  # short from here on, of many changes
             moved = _put_on(model, structure, engine, whole, changes)
             # Last: until here the model is an ordinary one to everybody, errors included.
@@ -113,11 +115,9 @@ def manage(
             moved.keep()
             if whole is not None:
                 whole.keep()
+            for states, param in ((of.state, param) for of, params in adopted for param in params):
+                dict.pop(states, param)
             model.__dict__["_gemini_changes"] = changes
-            # Optimizers made before the wrap move their (plain) states into chunks. Behind the end of this block an
-            # interrupt would leave a managed model whose steps begin with other ones.
-            for optimizer in owners_of(engine.params.handles):
-                optimizer.adopt_plain_states()
     except BaseException:
         if "_gemini_changes" not in model.__dict__:  # else an interrupt has waited for all of it
             changes.undo(model)

@@ -6,6 +6,8 @@ import datetime
 import gc
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -128,6 +130,19 @@ def test_the_figures_of_a_gpu_with_the_cpu_in_its_place() -> None:
     products, link = {"gpu_flops_bf16", "gpu_flops_fp32"}, {"h2d", "d2h", "link_mixed", "copy_seconds"}
     assert set(figures) == {*products, *link, "gpu_bandwidth", "update_gpu", "gpu_op_seconds"}
     assert Hardware("stand-in", figures)
+
+
+def test_a_gpu_that_is_not_the_current_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, device = list[Any](), torch.device("cuda", 1)
+    card = SimpleNamespace(total_memory=2**30, multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(measuring, "_product", lambda *_: lambda: None)
+    figures = measure_gpu(device, TINY)
+    assert [next(figures)[0] for _ in range(4)] == ["num_gpus", "gpu_bytes", "gpu_sms", "gpu_flops_bf16"]
+    assert waited and set(waited) == {device}
 
 
 def test_buffers_are_larger_than_the_caches_but_leave_the_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:

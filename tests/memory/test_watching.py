@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -357,6 +357,54 @@ def test_a_copy_is_recorded_from_when_the_device_comes_to_it_until_the_device_is
     event.wait()
     told = spans(timeline_of(recorder))
     assert told == [("gpu to host", "land", 5.0, 7.0), ("compute", "next", 7.0, 37.0)]
+
+
+def test_what_a_worker_begins_while_the_ends_of_others_are_noted_is_not_lost() -> None:
+    recorder, late = recorder_by(Clock(), CpuDevice()), Event()
+    activity = Activity(recorder, Track.D2H, "land", "", 1, 8)
+
+    class Flying(list[RecordedEvent]):
+        """Of which somebody has just seen all when a worker adds to it."""
+
+        def __iter__(self) -> Iterator[RecordedEvent]:
+            yield from super().__iter__()
+            if len(self) == 1:
+                with ThreadPoolExecutor(1) as worker:
+                    worker.submit(recorder.fly, lambda: late, activity).result()
+
+    recorder.begin_step({})
+    recorder._flying = Flying()
+    over = Event()
+    over.finish()
+    recorder.fly(lambda: over, activity)
+    recorder.computing(None)
+    assert [event.is_complete() for event in list(recorder._flying)] == [False]
+    late.finish()
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_activity_that_an_interrupt_keeps_from_beginning_is_not_under_way(behind: bool) -> None:
+    """Whether it comes before it was noted or behind: those around it end as ever, and computing is computing again."""
+    recorder, clock = recorded()
+    begin, told = recorder._begin, list[str]()
+
+    def interrupted(activity: Activity) -> None:
+        if behind:
+            begin(activity)
+        raise KeyboardInterrupt
+
+    class Listener(AbstractContextManager[None]):
+        def __exit__(self, *exc: Any) -> None:
+            told.append("ended")
+
+    with Activity(recorder, None, "fetch chunk 1", "fetch from cpu", 1):
+        recorder._begin = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            Activity(recorder, Track.UPDATE, "update chunk 2", "", 2, around=Listener()).__enter__()
+        recorder._begin = begin  # type: ignore[method-assign]
+        assert [activity.name for activity in recorder._training.stack] == ["fetch chunk 1"] and told == ["ended"]
+    assert not recorder._training.stack
+    clock.now += 1.0
 
 
 # ---- events that report their end ------------------------------------------------------------------------------------

@@ -129,6 +129,21 @@ class Refusing:
         raise RuntimeError("loading split_kernel: the provided PTX was compiled with an unsupported toolchain.")
 
 
+def test_a_card_that_others_have_filled_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def split_master(self, *_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernels, "_cuda", Full())
+    kernels.why_not_cuda.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                kernels.why_not_cuda(torch.device("cpu"))
+    finally:
+        kernels.why_not_cuda.cache_clear()
+
+
 @pytest.mark.parametrize("launcher", ["refuses", "gives other bits"])
 def test_kernels_that_do_not_run_are_found_by_the_probe_and_told_once(
     launcher: str, monkeypatch: pytest.MonkeyPatch

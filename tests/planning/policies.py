@@ -15,7 +15,7 @@ from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, accesses
 
 
-class LeastRecentlyUsed:
+class DoneThenLeastRecent:
     """Evict chunks whose gradients are complete first, then those whose last use is longest ago: forward and backward
     visit chunks in opposite orders, so there it makes the choice that knowing the future would make.
     """

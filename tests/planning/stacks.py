@@ -14,7 +14,7 @@ from gemini.planning.planes import WEIGHTS
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.tiers import Tier
 from tests.planning import policies
-from tests.planning.policies import LeastRecentlyUsed, plan_by_policy
+from tests.planning.policies import DoneThenLeastRecent, plan_by_policy
 
 NUMEL = 2**20
 """Params of a layer: one chunk, without padding."""
@@ -85,7 +85,7 @@ def stack_plan(
     for tier, num_bytes in problem.demands(placement).items():
         held[tier] += num_bytes
     problem = replace(problem, budgets=held)
-    plan = plan_by_policy(trace, problem, placement, LeastRecentlyUsed())
+    plan = plan_by_policy(trace, problem, placement, DoneThenLeastRecent())
     return replace(plan, accumulate=accumulate, **fields)
 
 

@@ -16,7 +16,7 @@ from gemini.planning.policy import (
     moves_by_policy,
     runs,
 )
-from tests.planning.policies import FirstInFirstOut, LeastRecentlyUsed, StaticFraction
+from tests.planning.policies import DoneThenLeastRecent, FirstInFirstOut, StaticFraction
 
 
 @pytest.mark.sweep(every=4)
@@ -39,15 +39,15 @@ def test_next_use_never_moves_more_than_lru_or_fifo_on_equal_chunks() -> None:
         accesses, sizes, room = random_instance(rng, equal=True)
         moved = {
             type(policy): fetched_bytes(moves_by_policy(accesses, sizes=sizes, room=room, policy=policy), sizes)
-            for policy in (NextUse(), LeastRecentlyUsed(), FirstInFirstOut())
+            for policy in (NextUse(), DoneThenLeastRecent(), FirstInFirstOut())
         }
         assert moved[NextUse] <= min(moved.values())
-        less += moved[NextUse] < min(moved[LeastRecentlyUsed], moved[FirstInFirstOut])
+        less += moved[NextUse] < min(moved[DoneThenLeastRecent], moved[FirstInFirstOut])
     assert less > 100, "the traces tell the policies apart"
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.randoms(use_true_random=False), st.sampled_from((NextUse, LeastRecentlyUsed, FirstInFirstOut)))
+@given(st.randoms(use_true_random=False), st.sampled_from((NextUse, DoneThenLeastRecent, FirstInFirstOut)))
 def test_every_policy_makes_legal_moves(rng: random.Random, policy: type[EvictionPolicy]) -> None:
     accesses, sizes, room = random_instance(rng, equal=False)
     walk(moves_by_policy(accesses, sizes=sizes, room=room, policy=policy()), accesses, sizes, room)

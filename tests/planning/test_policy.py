@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.planning.policy import Candidate
-from tests.planning.policies import LeastRecentlyUsed
+from tests.planning.policies import DoneThenLeastRecent
 
-choose = LeastRecentlyUsed().choose
+choose = DoneThenLeastRecent().choose
 
 
 def candidate(index: int, num_bytes: int = 10, last_use: int = 0, done: bool = False) -> Candidate:

@@ -21,7 +21,7 @@ from gemini.planning.schedules import Work, serial
 from gemini.planning.timeline import Track
 from gemini.planning.traffic import by_name, path
 from gemini.tiers import Tier
-from tests.planning.policies import LeastRecentlyUsed, plan_by_policy
+from tests.planning.policies import DoneThenLeastRecent, plan_by_policy
 
 simulate = partial(simulating.simulate, schedule="serial")
 
@@ -58,7 +58,7 @@ def plans(draw: st.DrawFn) -> Plan:
         plan = with_streamed(plan, draw(st.sampled_from([2, 1])))
     if draw(st.booleans()):
         return plan
-    made = plan_by_policy(trace, plan.problem, plan.placement, LeastRecentlyUsed())
+    made = plan_by_policy(trace, plan.problem, plan.placement, DoneThenLeastRecent())
     return replace(plan, moves=made.moves, again=())
 
 

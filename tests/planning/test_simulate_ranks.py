@@ -7,7 +7,7 @@ from traces import decoder_trace
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.timeline import Track
 from gemini.tiers import Tier
-from tests.planning.policies import FirstInFirstOut, LeastRecentlyUsed
+from tests.planning.policies import DoneThenLeastRecent, FirstInFirstOut
 
 # ---- ranks ------------------------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def test_what_stood_on_the_gpu_is_gathered_from_all_ranks_at_each_use() -> None:
 def test_a_policy_is_played_as_the_plan_that_it_makes() -> None:
     plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, windows=4)
     given = plan.trace, plan.problem, plan.placement
-    lru = simulate_policy(*given, LeastRecentlyUsed(), machine())
+    lru = simulate_policy(*given, DoneThenLeastRecent(), machine())
     assert lru == simulate(plan, machine())
     fifo = simulate_policy(*given, FirstInFirstOut(), machine())
     assert fifo.moved["cpu->gpu"] >= lru.moved["cpu->gpu"]

@@ -522,6 +522,26 @@ def test_states_of_steps_before_the_wrap_are_adopted_from_the_last_owner(tmp_pat
     train(model, second, [1], squares, clip=None)
 
 
+def test_a_wrap_that_cannot_take_states_over_leaves_them_and_the_model(tmp_path: Path) -> None:
+    """The second param's state is refused when the first one's is in its planes."""
+    raw = Blocks().bfloat16()
+    optimizer = gemini.HybridAdam(raw.parameters())
+    step_on(squares(raw, 0), optimizer)
+    kinds, bad = type(raw), raw.layers[1].weight
+    before = {name: param.detach().clone() for name, param in raw.named_parameters()}
+    moment, optimizer.state[bad]["exp_avg"] = optimizer.state[bad]["exp_avg"], torch.zeros(3)
+    with pytest.raises((ValueError, RuntimeError, gemini.GeminiError)):
+        wrap(raw, "ram", tmp_path)
+    assert type(raw) is kinds and not isinstance(raw, gemini.GeminiDDP)
+    assert all(torch.equal(param, before[name]) for name, param in raw.named_parameters())
+    assert len(optimizer.state) == len(before)
+    optimizer.state[bad]["exp_avg"] = moment
+    step_on(squares(raw, 1), optimizer)
+    model = wrap(raw, "ram", tmp_path)
+    assert not len(optimizer.state) and optimizer.full_state("layers.1.weight")["step"] == 2
+    train(model, optimizer, [2], squares, clip=None)
+
+
 def test_start_anew_takes_back(tmp_path: Path) -> None:
     model = wrap(Blocks(), "disk", tmp_path)
     first = adam(model)

@@ -1,6 +1,7 @@
 """Out of memory at every allocation of a step: the same bits, or an error after which nothing of it counts."""
 
 import contextlib
+import signal
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -471,6 +472,26 @@ def test_what_the_allocator_took_in_the_first_step_is_set_aside(tmp_path: Path) 
     plain = roomy(Blocks(), tmp_path)
     train(plain, adam(plain), [0, 1, 2], squares)
     assert_same_snapshot(snapshot(model), snapshot(plain))
+
+
+def test_what_windows_give_up_is_the_activations_whatever_comes_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = manage(Blocks(), tmp_path, "standin", gpu="1MiB", homes={"weights_on_nvme": 0.5}, activations=2**16)
+    world = world_of(model)
+    room, before = world.manager.room, world.held(Tier.GPU, "activations")
+    shrink = room.shrink
+
+    def interrupted(num_bytes: int) -> bool:
+        done = shrink(num_bytes)
+        signal.raise_signal(signal.SIGINT)
+        return done
+
+    monkeypatch.setattr(room, "shrink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model._gemini_engine.again.take(8192)
+    assert world.held(Tier.GPU, "activations") == before + 8192
+    world.check()
 
 
 # ---- segments that grow ----------------------------------------------------------------------------------------------

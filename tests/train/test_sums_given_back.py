@@ -10,6 +10,8 @@ import pytest
 
 from gemini.memory import store
 from gemini.planning.planes import GRAD
+from gemini.tiers import Tier
+from gemini.train.gradients import homes
 from gemini.train.step import Occupancy
 from tests.train.helpers import Blocks, adam, squares, wrap
 
@@ -39,6 +41,35 @@ def test_an_interrupt_while_sums_are_made(where: str, tmp_path: Path, monkeypatc
     optimizer.zero_grad()
     model._gemini_engine.recovery.forget_interrupted()
     assert _held(model) == before
+
+
+@pytest.mark.parametrize("place", ["in the making", "made"])
+def test_an_interrupt_leaves_no_staging_behind(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which nothing had reserved before the sums needed it."""
+    model = wrap(Blocks(), "disk", tmp_path, slack=2**22)
+    adam(model)
+    squares(model, 0).backward()
+    engine = model._gemini_engine
+    staging, ledger = engine.store.mover.staging, engine.store.ledger
+    if staging.is_reserved:
+        staging.give_back()
+    before, staged, real = _held(model), ledger.held(Tier.CPU, "staging"), homes.GradientHomes._make_wide
+
+    def make_wide(*args: Any) -> None:
+        if place == "in the making":
+            monkeypatch.setattr(store, "make_plane", interrupted)
+        real(*args)
+        assert staging.is_reserved
+        raise KeyboardInterrupt
+
+    def interrupted(*_: Any) -> Any:
+        assert staging.is_reserved
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(homes.GradientHomes, "_make_wide", make_wide)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward.gradients.homes.promote(list(engine.store.chunks))
+    assert not staging.is_reserved and ledger.held(Tier.CPU, "staging") == staged and _held(model) == before
 
 
 def test_a_landing_that_fails_keeps_no_other_chunk_away(tmp_path: Path) -> None:

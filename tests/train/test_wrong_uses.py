@@ -12,6 +12,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -510,6 +511,10 @@ def test_paths_of_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert memory.nvme_path == tmp_path / "spill"
     config = GeminiConfig(memory=memory, placement=StaticPlacement(weights_on_nvme=1.0))
     assert world_of(GeminiDDP(nn.Linear(8, 8), config)).spill.directory == tmp_path / "spill"
+    monkeypatch.chdir(tmp_path)
+    memory = MemoryBudget(cpu="16MiB", nvme="16MiB", nvme_path="~no-such-user/spill")
+    with pytest.raises(gemini.StorageError, match="~no-such-user/spill"):
+        GeminiDDP(nn.Linear(8, 8), replace(config, memory=memory))
 
 
 def test_an_unfrozen_model_that_is_only_evaluated() -> None:

@@ -236,7 +236,7 @@ class CudaDevice(Device):
         *how: Any,
         behind_computing: bool = True,
     ) -> tuple[Event, Event, Any]:
-        with self.lock, torch.cuda.device(self.torch_device):
+        with self.lock, torch.cuda.device(self.torch_device), WHOLE:  # as in `copy`
             leaving, _ = self._copy_stream("evict", behind_computing=behind_computing)
             adding, in_flight = self._copy_stream("sum", behind_computing=False)
             try:
@@ -277,7 +277,7 @@ class CudaDevice(Device):
             self._of_thread.is_beside = before
 
     def launch(self, call: Callable[[], None], stream: str, memory: torch.Tensor, after: Event) -> Event:
-        with self.beside(stream):
+        with self.beside(stream), WHOLE:  # as in `copy`
             after.wait_on_device()
             on = torch.cuda.current_stream(self.torch_device)
             with self.lock:

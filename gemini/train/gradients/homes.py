@@ -54,6 +54,7 @@ class GradientHomes:
         self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
         wide: list[Plane] = []
+        staging, was_reserved, is_used = self._mover.staging, self._mover.staging.is_reserved, False
         try:
             try:
                 self._make_wide(narrow, wide)
@@ -63,6 +64,7 @@ class GradientHomes:
                     f"{human_bytes(num_bytes)} for a moment: {e}. Declare it with "
                     "GeminiConfig(gradients='accumulate'), raise the budget, or step after every backward"
                 ) from e
+            is_used = True
             for chunk, plane in zip(narrow, wide, strict=True):
                 old = chunk.planes[GRAD]
                 self._widen(chunk, old, plane)
@@ -72,7 +74,10 @@ class GradientHomes:
                     self._end(old)
         except BaseException:
             # Sums that were not put in place; the others have their chunk's gradients in them, and stay.
-            self._end(*(plane for c, plane in zip(narrow, wide, strict=False) if c.planes[GRAD] is not plane))
+            with WHOLE:
+                self._end(*(plane for c, plane in zip(narrow, wide, strict=False) if c.planes[GRAD] is not plane))
+                if staging.is_reserved and not (was_reserved or is_used):
+                    staging.give_back()
             raise
 
     @contextlib.contextmanager
@@ -147,28 +152,21 @@ class GradientHomes:
             self._end(near)
 
     def _make_wide(self, narrow: list[Chunk], wide: list[Plane]) -> None:
-        """Put planes for the sums into ``wide``, in what is free: they and staging are reserved here, or nothing is.
-        Raises BudgetExceeded if there is no room; StorageError if the spill file cannot grow.
+        """Put planes for the sums into ``wide``, in what is free, and reserve them and staging; the caller gives all of
+        it back if that fails. Raises BudgetExceeded if there is no room; StorageError if the spill file cannot grow.
         """
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
-        staging, here, has_reserved = self._mover.staging, self._device.tier, False
+        staging, here = self._mover.staging, self._device.tier
         with WHOLE:
-            try:
-                # Before the sums: those that stay here may take the room of the staging that the others need.
-                num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
-                is_away = any(chunk.planes[GRAD].tier is not here for chunk in narrow)
-                if is_away or num_bytes > self._ledger.left_beside_windows(self._device.tier, self._working_set):
-                    has_reserved = staging.reserve()
-                for chunk in narrow:
-                    wide.append(self._store.make_plane(_SUMS, _grad_numel(chunk), self._reserve_wide(chunk)))
-                if any(plane.tier is not here for plane in wide):
-                    has_reserved = staging.reserve() or has_reserved
-            except BaseException:
-                self._end(*wide)
-                wide.clear()
-                if has_reserved:
-                    staging.give_back()
-                raise
+            # Before the sums: those that stay here may take the room of the staging that the others need.
+            num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
+            is_away = any(chunk.planes[GRAD].tier is not here for chunk in narrow)
+            if is_away or num_bytes > self._ledger.left_beside_windows(self._device.tier, self._working_set):
+                staging.reserve()
+            for chunk in narrow:
+                wide.append(self._store.make_plane(_SUMS, _grad_numel(chunk), self._reserve_wide(chunk)))
+            if any(plane.tier is not here for plane in wide):
+                staging.reserve()
 
     def _end(self, *planes: Plane) -> None:
         for plane in planes:

@@ -217,7 +217,7 @@ def _naming_files(path: Any) -> Iterator[None]:
     """Name the folder that is neither here nor on a hub (OSError) and the file that is damaged (StorageError), which
     errors of transformers do not.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     try:
         yield
     except OSError as e:

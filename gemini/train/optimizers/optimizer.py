@@ -433,12 +433,16 @@ class HybridOptimizer(torch.optim.Optimizer):
         refuse_other(self.rule, stepping.rule)
         stepping.check_mode(self.step_in_backward, self.speculate)
 
-    def adopt_plain_states(self) -> None:
-        """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
+    def adopt_plain_states(self) -> list[nn.Parameter]:
+        """Write the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it):
+        the params that had them, and keep them here.
+        """
+        adopted = []
         for param in params_of(self):
             handle = handle_of(param)
             if handle is not None and dict.__contains__(self.state, param):  # not in planes
-                state = self.state.pop(param)
+                adopted.append(param)
+                state = dict(dict.__getitem__(self.state, param))
                 # What was loaded may wait for its weights there as well.
                 loaded = (
                     {name: state[name] for name in states_of.REST & state.keys()} if states_of.BEFORE in state else {}
@@ -448,6 +452,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                     states_of.complete_master(param, state)
                     owner_of(handle).by_names.write(handle, state["master"])
                 states_of.write_state(handle, {**state, **loaded})
+        return adopted
 
     def _owner(self) -> Owner | None:
         handles = {handle.owner: handle for handle in self._handles()}

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from gemini.errors import human_bytes, parse_bytes, warn
+from gemini.interrupts import WHOLE
 from gemini.ledger import OF_BUDGET
 from gemini.memory.devices.pages import PAGE
 from gemini.patches import patch
@@ -234,9 +235,10 @@ class Again:
         """Let activations have so many bytes of the windows for good, as far as a step can do without: in words."""
         store, tier = self._store, self._store.device.tier
         num_bytes = min(num_bytes, store.manager.room.spare(store.working_set)) // PAGE * PAGE
-        if num_bytes <= 0 or not store.manager.room.shrink(num_bytes):
-            return "gathered weights had nothing to give"
-        store.ledger.reserve(tier, num_bytes, ACTIVATIONS)
+        with WHOLE:  # what windows have lost is the activations'
+            if num_bytes <= 0 or not store.manager.room.shrink(num_bytes):
+                return "gathered weights had nothing to give"
+            store.ledger.reserve(tier, num_bytes, ACTIVATIONS)
         return f"gathered weights have {human_bytes(num_bytes)} less from now on"
 
 
