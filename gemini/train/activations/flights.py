@@ -32,7 +32,7 @@ from gemini.memory.store import ChunkStore
 from gemini.planning import working
 from gemini.tiers import Tier
 from gemini.train.activations.kept import INSIDE
-from gemini.train.modules.saved_weights import of_version
+from gemini.train.modules.saved_weights import overwritten
 
 IN_FLIGHT = "activations in flight"
 
@@ -97,9 +97,16 @@ class Flight(Transfer):
         self.on_device: torch.Tensor | None = None
         """Where the host does not compute: the values there, laid out as they travel. Nobody else may have that memory
         before ``copies`` are over."""
-        self.version: int | None = None  # which that had, where it is the tensor itself
+        self.version = -1  # which that had, where it is the tensor itself
         self.stream = -1  # on which a save was begun
         self.taken = False  # whether backward has what a save still copies: it is counted there
+
+    def overwritten(self) -> RuntimeError | None:
+        """The error of a tensor that was written to while it left from where it is."""
+        tensor = self.on_device
+        if tensor is None or self.version in (-1, tensor._version):
+            return None
+        return overwritten(tensor, self.version)
 
 
 class Flights:
@@ -253,8 +260,8 @@ class Flights:
         # First: without a flight and without an error its place would be read, which was not written.
         if error and offloaded and flight.lane is Lane.OFFLOAD:
             offloaded.error = _without_traceback(error)
-        elif offloaded and (overwritten := _overwritten(flight)):
-            offloaded.error = overwritten  # of the tensor alone: told if backward asks for it, as by torch
+        elif offloaded:
+            offloaded.error = flight.overwritten()  # told if backward asks for it, as by torch
         # Off the list and freed together: what is off it is freed by nobody else.
         with WHOLE:
             self._transfers.end(flight)
@@ -366,7 +373,7 @@ class Flights:
         """
         self.check()
         flight = offloaded.flight
-        if error := offloaded.error or (flight and _overwritten(flight)):
+        if error := offloaded.error or (flight and flight.overwritten()):
             raise error
         # Also where it is not elsewhere any more: this is the place that backward has come to.
         self._count_use(offloaded)
@@ -561,12 +568,6 @@ def _without_traceback(error: Exception) -> Exception:
 
 def _had() -> None:
     """In the place of one that backward has had."""
-
-
-def _overwritten(flight: Flight) -> RuntimeError | None:
-    """The error of a tensor that was written to while it left, from where it is."""
-    tensor, version = flight.on_device, flight.version
-    return None if tensor is None or version is None else of_version(tensor, version)
 
 
 def in_bytes(tensor: torch.Tensor) -> torch.Tensor:

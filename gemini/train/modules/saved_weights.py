@@ -265,8 +265,8 @@ class SavedWeights:
         if kind is _Kept:
             tensor, version = packed
             # torch makes this check for what it keeps itself; a tensor in our hands is ours to check.
-            if error := of_version(tensor, version):
-                raise error
+            if tensor._version != version:
+                raise overwritten(tensor, version)
             return tensor
         if kind is _Elsewhere:
             return packed.unpack(packed.packed)
@@ -325,10 +325,8 @@ def _refuse_written(handle: ParamHandle, num_writes: int) -> None:
 _disable = torch.autograd.graph.disable_saved_tensors_hooks
 
 
-def of_version(tensor: torch.Tensor, version: int) -> RuntimeError | None:
-    """What torch says where a tensor that autograd saved was written to since it had that version, else None."""
-    if tensor._version == version:
-        return None
+def overwritten(tensor: torch.Tensor, version: int) -> RuntimeError:
+    """What torch says where a tensor that autograd saved was written to since it had that version."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
