@@ -91,7 +91,7 @@ def _check_flights(flights: Flights) -> None:
     """What the ledger holds is what flights travel in, and what waits for the next one."""
     under_way = [*flights.saving.values(), *flights.restoring.values()]
     buffers = sum(flight.num_bytes for flight in under_way if flight.buffer is not None)
-    held = {Tier.CPU: buffers + flights._parked_bytes}
+    held = {Tier.CPU: buffers + flights.parked.num_bytes}
     if flights._computing is not Tier.CPU:
         held[flights._computing] = sum(flight.num_bytes for flight in under_way if not flight.taken)
     assert all(flights._ledger.held(tier, IN_FLIGHT) == num_bytes for tier, num_bytes in held.items()), held

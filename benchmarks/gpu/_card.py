@@ -66,7 +66,7 @@ class Card:
 
     @property
     def tiny_budget(self) -> int:
-        """Of a trial on this device: windows of a few pages, and on a GPU the two workspaces of cuBLAS."""
+        """Of a trial on this device: windows of a few pages, and on a GPU room beside them."""
         return self.beside_bytes + (2**27 if self.real else 2**20)
 
     def synchronize(self) -> None:

@@ -114,7 +114,7 @@ def _beside(plan: Plan, together: Together | None) -> dict[Tier, dict[str, int]]
         for tier, num_bytes in kept_bytes(other).items() if other is not plan else ():
             held[tier][name] = num_bytes
     compute = plan.problem.compute
-    if context := beside_bytes(plan.trace.target, compute):
+    if context := beside_bytes(plan.trace.target, compute, plan.problem.rule):
         held[compute]["context"] = context
     return held
 

@@ -240,13 +240,8 @@ class Recorder:
             self._last = step
             return step
 
-    def abandon_step(self) -> None:
-        """Forget what was recorded since :meth:`begin_step`: it became no step."""
-        with self._lock:
-            self._step = self._computing = None
-
     def close(self) -> None:
-        """Record nothing more; what is under way may still end."""
+        """Record nothing more until another step begins; what is under way may still end."""
         with self._lock:
             self._step = self._computing = self._last = None
 

@@ -137,13 +137,6 @@ def page_up(numel: int, align: int = ALIGN) -> int:
     return -(-numel // align) * align
 
 
-def check_counts(**counts: int) -> None:
-    """Refuse numbers of things, by the names of their arguments, of which there must be some. Raises ValueError."""
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{name}={count!r} must be a number of at least 1")
-
-
 def make_layout(
     params: Sequence[ParamSpec], *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, align: int = ALIGN
 ) -> Layout:

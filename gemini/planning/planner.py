@@ -18,7 +18,7 @@ from gemini.planning import working
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import cheapest_homes
-from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, check_counts, part_of
+from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import SCHEDULES, Moves, Plan, window_room
 from gemini.planning.planes import (
@@ -113,7 +113,8 @@ def plan(
     ):
         if value not in known:
             raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, known))}")
-    check_counts(accumulate=accumulate, ranks=ranks, local_ranks=local_ranks or ranks, max_chunk=max_chunk)
+    if min(counts := (accumulate, ranks, local_ranks or ranks, max_chunk)) < 1:
+        raise ValueError(f"accumulate=, ranks=, local_ranks= and max_chunk= are at least 1, not {counts}")
     if not trace.moments:
         raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
     if precision == "fp32":
@@ -244,7 +245,7 @@ def pose_problem(
         offload_to=offload_to if offloads else None,
         device_staging=on_device if compute is Tier.GPU else 0,
         rule=rule,
-        beside=working.beside_bytes(trace.target, compute),
+        beside=working.beside_bytes(trace.target, compute, rule),
         factors=sum(
             factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable and rule.factors
         ),

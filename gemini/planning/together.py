@@ -19,7 +19,6 @@ from gemini.errors import BudgetExceeded, human_bytes, listed
 from gemini.planning import working
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
-from gemini.planning.layout import check_counts
 from gemini.planning.placement import StaticPlacement
 from gemini.planning.plan import Plan, window_room
 from gemini.planning.planes import RuleSpec, compute_itemsize, plane_specs, spec_of
@@ -143,12 +142,12 @@ def plan_together(
         BudgetExceeded: if they do not fit. The message names the model that does not.
         Others: as :func:`gemini.plan`.
     """
-    check_counts(accumulate=accumulate, ranks=ranks, max_chunk=options.get("max_chunk", 1))
     sharing = local_ranks or ranks
     compute = options.pop("compute", None)
     budgets = budgets_of(budget, hardware, sharing)
     compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
-    beside = max((working.beside_bytes(trace.target, compute) for trace in traces.values()), default=0)
+    rule = spec_of(options.get("optimizer"))
+    beside = max((working.beside_bytes(trace.target, compute, rule) for trace in traces.values()), default=0)
     budgets[compute] = max(budgets[compute] - beside, 0)
     shared: dict[str, Any] = {"compute": compute, "accumulate": accumulate, "ranks": ranks, "local_ranks": local_ranks}
     frozen = {n: trace for n, trace in traces.items() if not any(param.trainable for param in trace.params)}

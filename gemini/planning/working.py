@@ -27,8 +27,9 @@ CUDA_CONTEXT = 2**30
 CUDA_KERNELS = 192 * 2**20
 """Of the driver, beyond what a context takes at first: kernels are loaded when they are first launched."""
 
-CUDA_WORKSPACES = 64 * 2**20
-"""Of the allocator: cuBLAS' workspace (32 MiB on Hopper, 8 before), and segments of 2 and 20 MiB partly used."""
+CUDA_SEGMENTS = 128 * 2**20
+"""Of torch's allocator beyond what it hands out, where segments grow, and of libraries that no trace knows (cuDNN's
+attention): 67 to 117 MiB of a model of 219M params on an H200. On no other card, and of no larger model, measured."""
 
 DEVICE_TILE = 2**21
 """Elements per tile of a streamed update: copies of 4 and 8 MiB, long beside what starting one costs the host."""
@@ -125,9 +126,20 @@ def waiting_gradients(layout: Layout, itemsize: int) -> int:
     return max(_gradients_by_block(layout, itemsize).values(), default=0)
 
 
-def beside_bytes(target: str, compute: Tier) -> int:
+def allocator_bytes(rule: RuleSpec, capability: tuple[int, int] = (9, 0), workspace: int = 0) -> int:
+    """What torch's allocator takes beside what anybody holds. For each thread that multiplies matrices, and its stream,
+    cuBLAS has a ``workspace`` for good (``aten/src/ATen/cuda/CublasHandlePool.cpp``): 32 MiB on Hopper,
+    8,320 KiB before, on newer cards one or the other (the larger is counted), and 1 MiB for cuBLASLt. Forward is on the
+    caller's thread, backward on autograd's, and updates that need params whole (Muon) may be on one of their own.
+    """
+    workspace = workspace or (32 * 2**20 if capability[0] >= 9 else 8320 * 2**10)
+    return (2 + rule.whole) * (workspace + 2**20) + CUDA_SEGMENTS
+
+
+def beside_bytes(target: str, compute: Tier, rule: RuleSpec) -> int:
     """Of a GPU's budget what nothing managed can have, before a device is there to be asked: at most."""
-    return CUDA_CONTEXT + CUDA_KERNELS + CUDA_WORKSPACES if target == "cuda" and compute is Tier.GPU else 0
+    is_on_gpu = target == "cuda" and compute is Tier.GPU
+    return CUDA_CONTEXT + CUDA_KERNELS + allocator_bytes(rule) if is_on_gpu else 0
 
 
 def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:

@@ -87,7 +87,6 @@ class Meter(TorchDispatchMode):
         self._kinds: dict[Any, bool] = {}
         self._paused = 0
         self._resting = True
-        self._standing: set[bool] = set()  # whether forward, and backward, have come to a product
         self.live = self.peak = 0
         self.counts = Counts()
 
@@ -125,7 +124,6 @@ class Meter(TorchDispatchMode):
         self._resting = False
         self._sizes.clear()
         self._guards.clear()
-        self._standing.clear()
         self.live = self.peak = 0
         self.take()
 
@@ -203,10 +201,6 @@ class Meter(TorchDispatchMode):
                 counts.products[shape] += 1
             else:
                 counts.attention += attention_of(func, args, kwargs, flops)
-            in_backward = torch._C._current_graph_task_id() != -1
-            if in_backward not in self._standing:
-                self._standing.add(in_backward)
-                self.live += self._target.standing_bytes()
         temporary = self._target.temporary_bytes(func, args)
         if temporary and self.live + temporary > self.peak:
             self.peak = self.live + temporary
@@ -328,9 +322,6 @@ _OURS: dict[Any, Any] = {
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
 
-CUBLAS_WORKSPACE = 32 * 2**20
-"""Bytes of one cuBLAS workspace on Hopper and newer; 8,320 KiB on other GPUs."""
-
 CUDA_ROUND = 512
 """Bytes that the caching allocator rounds up to."""
 
@@ -364,10 +355,6 @@ class Target:
             return numel * args[0].itemsize + 4 * -(-numel // args[4])
         return 0
 
-    def standing_bytes(self) -> int:
-        """What the first matrix product of a phase allocates for good."""
-        return 0
-
     @contextmanager
     def operations(self) -> Iterator[None]:
         """Inside, fake CPU tensors take the operations of the target."""
@@ -388,11 +375,8 @@ class Cuda(Target):
        in half precision adds up dK and dV in fp32 (``attention_backward.cu``).
     3. Dropout is one fused kernel that keeps a mask of one byte per element; the CPU keeps a factor of the tensor's
        dtype.
-    4. cuBLAS: one workspace per thread and stream for the life of the process, of 8,320 KiB, or 32 MiB on Hopper and
-       newer (``CUBLAS_WORKSPACE_CONFIG``, ``aten/src/ATen/cuda/CublasHandlePool.cpp``). Forward runs on the caller's
-       thread and backward on autograd's, so there are two. The larger size is counted.
-    5. The caching allocator rounds sizes up to 512 bytes (``c10/cuda/CUDACachingAllocator.cpp``). What it keeps in
-       reserve and loses to fragmentation is not in here.
+    4. The caching allocator rounds sizes up to 512 bytes (``c10/cuda/CUDACachingAllocator.cpp``). What it keeps in
+       reserve, loses to fragmentation and gives cuBLAS for good is not in here (:mod:`gemini.planning.working`).
     """
 
     name = "cuda"
@@ -403,13 +387,17 @@ class Cuda(Target):
     def temporary_bytes(self, func: Any, args: Any) -> int:
         packet = getattr(func, "_overloadpacket", None)
         if packet is _aten._scaled_dot_product_flash_attention_backward:
-            return _flash_backward_bytes(args[1], args[2])
+            (batch, heads, rows, width), key = args[1].shape, args[2]
+            rows, columns = page_up(rows, 128), page_up(width, 32) if width <= 192 else 256
+            sums = 4 * batch * heads * rows * (columns + 1)
+            # With grouped heads dK and dV for every query head.
+            of_all = 2 * batch * heads * key.shape[2] * page_up(width, 8) * key.itemsize
+            return sums + of_all * (key.shape[1] != heads)  # type: ignore[no-any-return]
         if packet is _aten._scaled_dot_product_efficient_attention_backward:
-            return _efficient_backward_bytes(args[1], args[2])
+            (batch, heads, rows, _), key = args[1].shape, args[2]
+            per_row = 4 * batch * heads * page_up(rows, 32)
+            return per_row + (2 * 4 * key.numel() if args[1].dtype in _HALF else 0)
         return super().temporary_bytes(func, args)
-
-    def standing_bytes(self) -> int:
-        return CUBLAS_WORKSPACE
 
     @contextmanager
     def operations(self) -> Iterator[None]:
@@ -430,21 +418,6 @@ def make_target(name: str | None) -> Target:
     if name not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {name!r}")
     return TARGETS[name]()
-
-
-def _flash_backward_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
-    batch, heads, rows, width = query.shape
-    rows, columns = page_up(rows, 128), page_up(width, 32) if width <= 192 else 256
-    sums = 4 * batch * heads * rows * (columns + 1)
-    if key.shape[1] != heads:
-        sums += 2 * batch * heads * key.shape[2] * page_up(width, 8) * query.itemsize
-    return sums
-
-
-def _efficient_backward_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
-    batch, heads, rows, _ = query.shape
-    per_row = 4 * batch * heads * page_up(rows, 32)
-    return per_row + (2 * 4 * key.numel() if query.dtype in _HALF else 0)
 
 
 def _attention_on_cuda(

@@ -281,7 +281,7 @@ class Recording:
     def discard(self) -> None:
         """Forget the step if no gradient is left: what was computed for those that were forgotten became none."""
         if not self._engine().backward.sink.has_gradients and (self._num_backwards or self._is_late):
-            self._recorder.abandon_step()
+            self._recorder.close()
             self._is_late, self._num_backwards = False, 0
 
     def end_step(self) -> None:

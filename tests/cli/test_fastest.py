@@ -248,19 +248,19 @@ FASTEST = ("--machine", "rtx4090", "--seq-len", 64, "--fastest", "--tokens-per-s
 
 def test_the_answer_says_what_else_there_is_and_what_runs_it(gemini_command: Command, tmp_path: Path) -> None:
     config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
-    said = gemini_command.told("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB")
+    said = gemini_command.told("plan", config, *FASTEST, "--gpu", "1463MiB", "--cpu", "2GiB")
     best = said["fastest"]
     assert said["tokens"] == 512 and best["played"] <= best["candidates"]
     rates = [other["tokens_per_second"] for other in said["alternatives"]]
     assert rates == sorted(rates, reverse=True) and len(rates) > 1
     again = gemini_command.told(
         "plan", config, "--machine", "rtx4090", "--seq-len", 64, *shlex.split(best["options"]),
-        "--gpu", "1400MiB", "--cpu", "2GiB",
+        "--gpu", "1463MiB", "--cpu", "2GiB",
     )  # fmt: skip
     assert again["step"]["seconds"] == pytest.approx(said["step"]["seconds"], rel=0.03)
     page = (Path(gemini.__file__).parents[1] / "docs" / "reference" / "cli.md").read_text()
     assert all(f"`{name}`" in page for name in ("fastest", *best))
-    screen = gemini_command.ok("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB").stdout
+    screen = gemini_command.ok("plan", config, *FASTEST, "--gpu", "1463MiB", "--cpu", "2GiB").stdout
     assert f"chosen {best['options']}" in " ".join(screen.split())
     assert "\nrun it with\ngemini sft --model-name-or-path" in screen
     assert "\nnext to it " in screen
@@ -282,7 +282,7 @@ def test_what_runs_it_is_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FOLDER").mkdir()
     config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
-    sizes = ("--gpu", "1400MiB", "--cpu", "2GiB")
+    sizes = ("--gpu", "1463MiB", "--cpu", "2GiB")
     said = gemini_command.told("plan", config, *FASTEST, *sizes, "--out", "plan.json", *more)
     gemini_words, kind, *words = shlex.split(said["fastest"]["command"])
     assert (gemini_words, kind) == ("gemini", "sft")
@@ -414,7 +414,7 @@ def test_kept_blocks_auto_is_the_quickest_number_of_the_step_that_was_asked_for(
     config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
     step = (
         "plan", config, "--machine", "rtx4090", "--seq-len", 64, "--batch-size", 2, "--accumulate", 2,
-        "--gradient-checkpointing", "--gpu", "1400MiB", "--cpu", "2GiB",
+        "--gradient-checkpointing", "--gpu", "1463MiB", "--cpu", "2GiB",
     )  # fmt: skip
     said = gemini_command.told(*step, "--kept-blocks", "auto")
     rates = [gemini_command.told(*step, "--kept-blocks", k)["step"]["tokens_per_second"] for k in (0, 2, 4)]

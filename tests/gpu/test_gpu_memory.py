@@ -169,7 +169,7 @@ def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
     ledger, of_windows = world.ledger, world.device._memory._stream.cuda_stream
     train(model, card, in_backward=False, shape=FEW)
     left = config.memory.bytes_of(gemini.Tier.GPU) - ledger.held(gemini.Tier.GPU, "context")
-    # What the allocator rounds the segment of windows up by has its room beside (CUDA_WORKSPACES), in "context".
+    # What the allocator rounds the segment of windows up by has its room beside (CUDA_SEGMENTS), in "context".
     left += SEGMENT - 1
     assert max(taken) <= left, f"{max(taken) / MIB:.1f} MiB were taken, {left / MIB:.1f} are left to the model"
     assert max(waiting) > 1, "some waited together"

@@ -421,7 +421,7 @@ def fake_runtime() -> Any:
     computing.install()
     launches.install()
     # Budgets are some KiB here, to evict all the time: neither a context nor whole segments are in them.
-    CudaDevice.beside_bytes = lambda device: 0  # type: ignore[method-assign]
+    CudaDevice.beside_bytes = lambda *_: 0  # type: ignore[method-assign]
     CudaDevice.begin_budget = lambda device, *budget, **_: None  # type: ignore[method-assign]
     return computing
 

@@ -15,14 +15,12 @@ from tests.planning.stacks import stack_trace
 BUDGETS = {gemini.Tier.GPU: 2**40, gemini.Tier.CPU: 2**40}
 
 
-@pytest.mark.parametrize("name", ["max_chunk", "accumulate", "ranks"])
-@pytest.mark.parametrize("count", [-1, 2.0, 0])
-def test_of_what_there_must_be_some_there_are_none(name: str, count: Any) -> None:
-    trace, asked = stack_trace(2), {name: count}
-    with pytest.raises(ValueError, match=f"{name}={count!r} must be a number of at least 1"):
-        gemini.plan(trace, None, BUDGETS, **asked)
-    with pytest.raises(ValueError, match=f"{name}={count!r} must be a number of at least 1"):
-        gemini.plan_together({"policy": trace}, None, BUDGETS, **asked)
+@pytest.mark.parametrize("name", ["max_chunk", "accumulate", "ranks", "local_ranks"])
+def test_of_what_there_must_be_some_there_are_none(name: str) -> None:
+    for count in (-1, 0):
+        if (name, count) != ("local_ranks", 0):  # all
+            with pytest.raises(ValueError, match=f"{name}=.* at least 1, not .*{count}"):
+                gemini.plan(stack_trace(2), None, BUDGETS, **{name: count})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("field", ["params", "gradients"])

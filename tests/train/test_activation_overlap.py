@@ -87,7 +87,7 @@ def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[flo
 
 
 def held(model: Any, holder: str) -> int:
-    world_of(model).activations.trim()
+    world_of(model).activations.parked.trim()
     ledger = world_of(model).ledger
     return sum(ledger.held(tier, holder) for tier in ledger.tiers)
 

@@ -39,7 +39,7 @@ def enable(model: Any, *, reentrant: bool = False) -> None:
 
 
 def held(model: Any) -> dict[str, int]:
-    world_of(model).activations.trim()
+    world_of(model).activations.parked.trim()
     ledger = world_of(model).ledger
     # Not on the GPU: there the first step sets more aside, if torch's allocator took more than was foretold.
     below = [tier for tier in ledger.tiers if tier is not Tier.GPU]

@@ -18,7 +18,6 @@ import gemini
 from gemini.errors import GeminiError
 from gemini.memory.devices.cuda import FRAGMENTS, CudaDevice, prefer_expandable_segments
 from gemini.memory.devices.pages import PageWindow
-from gemini.planning.working import CUDA_WORKSPACES
 from gemini.tiers import Tier
 from gemini.train.passes.hooks import call_as_forward
 from tests.standin_device import StandinDevice
@@ -454,7 +453,7 @@ def test_what_the_allocator_took_in_the_first_step_is_set_aside(tmp_path: Path) 
 
         def reserved_beyond(self, known: int) -> int:
             self.asked += 1
-            return 2**16 + CUDA_WORKSPACES + self.asked * 2**20
+            return 2**16 + self.asked * 2**20
 
     how: dict[str, Any] = {"homes": {"weights_on_nvme": 0.5}, "activations": 2**16}
     model = manage(Blocks(), tmp_path, Greedy(), gpu="1MiB", **how)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import threading
 import weakref
 from collections import deque
@@ -36,7 +37,8 @@ from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE, Window, host_bytes
 from gemini.memory.devices.pinned import PinnedArena
 from gemini.memory.system import memory_nodes, node_of_pci
-from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
+from gemini.planning.planes import ADAM, RuleSpec
+from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, allocator_bytes
 from gemini.tiers import Tier
 
 _STREAMS_OF_TORCH = 32
@@ -70,6 +72,7 @@ class CudaDevice(Device):
         self._memory = WindowMemory(self)
         self._was_refused = False  # host memory, by the driver: it is told once
         self._before = 0  # bytes of tensors that were there before the model
+        self._aside = allocator_bytes(ADAM)  # of the budget for what torch's allocator takes beside
         self.keeps_windows = self._memory.is_private
 
     # ---- memory -------------------------------------------------------------------------------------------------
@@ -95,8 +98,12 @@ class CudaDevice(Device):
                 # Got and let go at once: the allocator keeps the segment, and cuts the buffers out of it.
                 torch.empty(large, dtype=torch.uint8, device=self.torch_device)
 
-    def beside_bytes(self) -> int:
-        return beside_bytes(self.torch_device)
+    def beside_bytes(self, rule: RuleSpec = ADAM) -> int:
+        # As torch reads it: KiB, and how many of them.
+        said = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        own = sum(2**10 * int(size) * int(count) for size, count in said)
+        self._aside = allocator_bytes(rule, torch.cuda.get_device_capability(self.torch_device), own)
+        return _context(self.torch_device) + CUDA_KERNELS + self._aside
 
     def fragments_percent(self) -> int:
         if torch.cuda.get_allocator_backend() != "native":
@@ -163,7 +170,7 @@ class CudaDevice(Device):
     def reserved_beyond(self, known: int) -> int:
         if sum(index == self.torch_device.index for index, _ in _limits.values()) > 1:
             return 0  # of another model there, whose bytes are not known here
-        return max(torch.cuda.memory_reserved(self.torch_device) - self._before - known, 0)
+        return max(torch.cuda.memory_reserved(self.torch_device) - self._before - self._aside - known, 0)
 
     # ---- order --------------------------------------------------------------------------------------------------
 
@@ -416,11 +423,6 @@ def _own_gpu() -> int:
 _limits: weakref.WeakKeyDictionary[object, tuple[int, int | None]] = weakref.WeakKeyDictionary()
 
 
-def beside_bytes(device: torch.device) -> int:
-    """Bytes of a declared budget that nothing managed can have."""
-    return _context(device) + CUDA_KERNELS + CUDA_WORKSPACES
-
-
 def _context(device: torch.device) -> int:
     """The bytes in use on a device that are this process's and not torch's, as far as one can tell."""
     return min(_elsewhere(device), CUDA_CONTEXT)
@@ -438,7 +440,7 @@ def check_room(device: torch.device, budget: int, reserved: int, freed: int) -> 
     """
     free, total = torch.cuda.mem_get_info(device)
     allocated, kept = torch.cuda.memory_allocated(device) - freed, torch.cuda.memory_reserved(device)
-    has = free + kept - allocated + min(_elsewhere(device), beside_bytes(device))
+    has = free + kept - allocated + min(_elsewhere(device), CUDA_CONTEXT + CUDA_KERNELS)
     if has >= budget:
         return
     others = max(_elsewhere(device) - CUDA_CONTEXT, 0)

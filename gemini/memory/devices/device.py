@@ -19,6 +19,7 @@ import torch
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.devices.pages import FramePool, PageWindow, StorageWindow, Window, can_move_pages, host_bytes
+from gemini.planning.planes import ADAM, RuleSpec
 from gemini.tiers import Tier
 from gemini.waiting import PROGRESS, Latch, await_latch
 
@@ -212,7 +213,7 @@ class Device(ABC):
         """Complete when everything that the computing stream was given so far is done."""
         return DONE
 
-    def beside_bytes(self) -> int:
+    def beside_bytes(self, rule: RuleSpec = ADAM) -> int:
         """Bytes of a declared budget that this process takes whatever it does: a context, kernels, workspaces."""
         return 0
 

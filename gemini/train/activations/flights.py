@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.ledger import WELCOME, Turn, Want
+from gemini.ledger import WELCOME, Ledger, Turn, Want
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.devices.pages import in_pages
 from gemini.memory.movement.mover import Working
@@ -109,6 +109,33 @@ class Flight(Transfer):
         return overwritten(tensor, self.version)
 
 
+class Parked:
+    """Host buffers of one holder in which nothing lies: to page-lock another one takes a GPU longer than to fill it."""
+
+    def __init__(self, ledger: Ledger, holder: str):
+        self._ledger, self._holder = ledger, holder
+        self._of_size: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        ledger.register(Turn.BUFFERS, self.trim, Tier.CPU)
+
+    def put(self, buffer: torch.Tensor) -> None:
+        self._of_size[buffer.nbytes].append(buffer)
+
+    def take(self, num_bytes: int) -> torch.Tensor | None:
+        return self._of_size[num_bytes].pop() if self._of_size[num_bytes] else None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size * len(buffers) for size, buffers in self._of_size.items())
+
+    def trim(self, want: Want | None = None) -> bool:
+        """Give them back; False if there are none."""
+        num_bytes = self.num_bytes
+        self._of_size.clear()
+        if num_bytes:
+            self._ledger.release(Tier.CPU, num_bytes, self._holder)
+        return num_bytes > 0
+
+
 class Flights:
     """The activations in flight of one model; none where its moves are made in turn. ``tier``: where they wait. To and
     from a drive they pass through page-aligned host buffers.
@@ -116,12 +143,12 @@ class Flights:
 
     def __init__(self, store: ChunkStore, tier: Tier):
         self.in_turn = not store.transfers.beside  # whether moves are made in turn: then nothing is begun here
-        self._device, self._mover, self._file, self._tier = store.device, store.mover, store.files.get(tier), tier
+        self._device, self._mover, self._file = store.device, store.mover, store.files.get(tier)
         self._ledger, self._transfers = store.ledger, store.transfers
-        self._computing = store.device.tier
+        self._tier, self._computing = tier, store.device.tier
         self.saving: dict[Any, Any] = store.transfers.open[Lane.OFFLOAD]
         self.restoring: dict[Any, Any] = store.transfers.open[Lane.RESTORE]
-        self._parked: dict[int, list[torch.Tensor]] = {}  # buffers by size; in the ledger as if in use
+        self.parked = Parked(store.ledger, IN_FLIGHT)
         self._untold: list[BaseException] = []  # errors of saves that nobody has heard of
         self._order: list[
             Callable[[], Offloaded | None]
@@ -130,7 +157,6 @@ class Flights:
         self._foreseen = False  # whether what it asked for last was on its way
         self._needed, self._in_block = 0, (0, 0)  # bytes that have a use; the kept block that saved last, and its bytes
         self._is_starved = False
-        store.ledger.register(Turn.BUFFERS, self._trim, Tier.CPU)
         store.ledger.register(Turn.FLIGHTS, self.relieve, *{Tier.CPU, self._computing})
         store.ledger.register_claim(self._computing, self.missing)
 
@@ -147,11 +173,13 @@ class Flights:
         num_bytes = offloaded.num_bytes
         self._count(num_bytes)
         flight = Flight(Lane.OFFLOAD, offloaded)
-        while sum(other.num_bytes for other in self.saving.values()) + num_bytes > self._depth:
+        while sum(other.num_bytes for other in self.saving.values()) + num_bytes > max(
+            working.FLIGHTS[self._tier], self._needed
+        ):
             self._end_oldest()
         if not self._lend(flight, BEHIND):
             # Parked buffers of other sizes are no use here, and whoever moves this one in turn may need the memory.
-            self._trim()
+            self.parked.trim()
             self._is_starved = True
             return False
         with self._or_free(flight):
@@ -163,11 +191,6 @@ class Flights:
         block, before = self._in_block
         self._in_block = INSIDE.number, num_bytes + (before if INSIDE.kept and block == INSIDE.number else 0)
         self._needed = max(self._needed, 2 * num_bytes, self._in_block[1])  # `working.flight_bytes`
-
-    @property
-    def _depth(self) -> int:
-        """Bytes that may be on their way in one direction."""
-        return max(working.FLIGHTS[self._tier], self._needed)
 
     @contextmanager
     def _or_free(self, flight: Flight) -> Iterator[None]:
@@ -259,7 +282,9 @@ class Flights:
         error, offloaded = flight.outcome(), flight.of()
         # First: without a flight and without an error its place would be read, which was not written.
         if error and offloaded and flight.lane is Lane.OFFLOAD:
-            offloaded.error = _without_traceback(error)
+            # Without its traceback, whose frames would keep the graph alive that keeps the error.
+            offloaded.error = copy.copy(error)
+            offloaded.error.__cause__ = error.__cause__
         elif offloaded:
             offloaded.error = flight.overwritten()  # told if backward asks for it, as by torch
         # Off the list and freed together: what is off it is freed by nobody else.
@@ -304,7 +329,10 @@ class Flights:
 
     def read_ahead(self) -> None:
         """Begin to read what backward asks for next, as far as there is room."""
-        depth, ahead = self._depth, sum(flight.num_bytes for flight in self.restoring.values())
+        depth, ahead = (
+            max(working.FLIGHTS[self._tier], self._needed),
+            sum(flight.num_bytes for flight in self.restoring.values()),
+        )
         # Enough is on its way, and it is what is asked for: looked at again when an eighth has come to its use.
         if self.in_turn or (self._foreseen and ahead > depth - depth // 8):
             return
@@ -449,7 +477,7 @@ class Flights:
             self.take_back(flight)
         self._end_taken()
         self.reap()
-        self._trim()
+        self.parked.trim()
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -457,9 +485,9 @@ class Flights:
         """Give a flight memory, from room that is left over. False if there is none; then it has none."""
         tier, num_bytes = self._computing, flight.num_bytes
         if self._file is not None:
-            if not self._has_parked(num_bytes, asking):
+            flight.buffer = self._buffer(num_bytes, asking)
+            if flight.buffer is None:
                 return False
-            flight.buffer = self._parked[num_bytes].pop()
         # Gradients on their way home have what nobody uses; a device waits for those itself, that have long left.
         ours = self._ledger.held(tier, IN_FLIGHT) + num_bytes <= self._needed
         first = asking - {Turn.FLIGHTS} | {Turn.LANDINGS} if ours else asking
@@ -471,31 +499,27 @@ class Flights:
         finally:
             # Both or neither: a flight that holds half of its memory would keep others from theirs.
             if not has_room and flight.buffer is not None:
-                self._park(flight.buffer)
+                self.parked.put(flight.buffer)
                 flight.buffer = None
         return has_room
 
-    def _has_parked(self, num_bytes: int, asking: frozenset[Turn]) -> bool:
-        """See that there is a buffer of that size to be lent; False if there is no room to make one."""
+    def _buffer(self, num_bytes: int, asking: frozenset[Turn]) -> torch.Tensor | None:
+        """A buffer to be lent; None if there is no room to make one."""
         # A parked one is in the ledger already: no bytes are taken for it.
-        while not self._parked.get(num_bytes):
+        while (buffer := self.parked.take(num_bytes)) is None:
             # Saves end here and not when asked to give way: that would free a buffer, to make the same one anew.
             turns = AHEAD if self.saving else asking
             if self._ledger.reserve_if_room(Tier.CPU, num_bytes, IN_FLIGHT, turns):
                 try:
-                    self._park(self._device.make_host_buffer(num_bytes))
+                    self.parked.put(self._device.make_host_buffer(num_bytes))
                 except BaseException:
                     self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
                     raise
             elif turns is asking:
-                return False
+                return None
             else:
                 self._end_oldest()
-        return True
-
-    def _park(self, buffer: torch.Tensor) -> None:
-        """Keep a buffer for the next flight of its size: its pages are there already."""
-        self._parked.setdefault(buffer.nbytes, []).append(buffer)
+        return buffer
 
     def _free(self, flight: Flight, *, park: bool = False) -> None:
         """Take back the memory of a flight that is over."""
@@ -505,29 +529,16 @@ class Flights:
         if self._computing is not Tier.CPU and not flight.taken:
             self._ledger.release(self._computing, flight.num_bytes, IN_FLIGHT)
         if buffer is not None and park:
-            self._park(buffer)
+            self.parked.put(buffer)
         elif buffer is not None:
             self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
 
-    def _trim(self, want: Want | None = None) -> bool:
-        """Give buffers back that nothing travels in; False if there are none."""
-        num_bytes = self._parked_bytes
-        self._parked.clear()
-        if num_bytes:
-            self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
-        return num_bytes > 0
-
-    @property
-    def _parked_bytes(self) -> int:
-        return sum(size * len(parked) for size, parked in self._parked.items())
-
-    def headroom_bytes(self) -> int:
-        """Memory that windows should leave for transfers: a block's, unless one found no room, or it is no use."""
-        return 0 if self._is_starved or self._device.keeps_windows else self._needed
-
     def missing(self) -> int:
-        """Bytes of that headroom that they do not hold, in flight or ready to be."""
-        return max(self.headroom_bytes() - self._ledger.held(self._computing, IN_FLIGHT), 0)
+        """Bytes that windows should leave for transfers, a block's, and that these do not hold: none if one found no
+        room, or it is no use.
+        """
+        headroom = 0 if self._is_starved or self._device.keeps_windows else self._needed
+        return max(headroom - self._ledger.held(self._computing, IN_FLIGHT), 0)
 
     def relieve(self, want: Want) -> bool:
         """Give back some memory, waiting if need be; False if none of that tier is held."""
@@ -535,7 +546,7 @@ class Flights:
 
     def _give(self) -> bool:
         """Give back some memory: parked buffers, else those of one flight; False if there are none."""
-        if self._trim():
+        if self.parked.trim():
             return True
         is_any = bool(self.restoring or self.saving)
         if self.restoring:
@@ -543,7 +554,7 @@ class Flights:
             self.take_back(next(reversed(self.restoring.values())))
         else:
             self._end_oldest()
-        self._trim()
+        self.parked.trim()
         return is_any
 
     def drain(self) -> None:
@@ -557,13 +568,6 @@ class Flights:
         for tier in {self._computing, Tier.CPU}:
             if held := self._ledger.held(tier, IN_FLIGHT):
                 self._ledger.release(tier, held, IN_FLIGHT)
-
-
-def _without_traceback(error: Exception) -> Exception:
-    """A copy without a traceback, whose frames would keep the graph alive that keeps the error."""
-    raised = copy.copy(error)
-    raised.__cause__ = error.__cause__
-    return raised
 
 
 def _had() -> None:

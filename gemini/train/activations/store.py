@@ -14,7 +14,6 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,13 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini.errors import BudgetExceeded, warn
 from gemini.interrupts import WHOLE
-from gemini.ledger import WELCOME, Turn, Want
+from gemini.ledger import WELCOME, Turn
 from gemini.memory.devices.pages import PAGE, in_pages
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
-from gemini.train.activations.flights import Flights, Gone, Offloaded, in_bytes
+from gemini.train.activations.flights import Flights, Gone, Offloaded, Parked, in_bytes
 from gemini.train.activations.kept import INSIDE
 from gemini.train.modules import saved_weights, token_tiles
 from gemini.train.modules.calls import Calls
@@ -63,9 +62,7 @@ class ActivationStore:
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
         self._file = store.files.get(tier)
         self._slots: dict[int, int] = {}  # bytes of what is taken of the file, by offset
-        # Host buffers in which nothing lies, by size, in the ledger as if something did: to page-lock memory for one
-        # takes a GPU longer than to fill it.
-        self._parked: dict[int, list[torch.Tensor]] = {}
+        self.parked = Parked(store.ledger, ACTIVATIONS)
         # Storages of weights: autograd saves views of them, which must stay where they are.
         self._weights = {of.untyped_storage()._cdata for chunk in store.chunks for of in (chunk.flat, chunk.face)}
         self._is_open = False
@@ -73,20 +70,7 @@ class ActivationStore:
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self.flights = Flights(store, tier)
-        store.ledger.register(Turn.BUFFERS, self.trim, Tier.CPU)
-        store.ledger.register(Turn.FLIGHTS, self.trim, Tier.CPU)
-
-    def trim(self, want: Want | None = None) -> bool:
-        """Give buffers back in which nothing lies; False if there are none."""
-        num_bytes = self._parked_bytes
-        self._parked.clear()
-        if num_bytes:
-            self._ledger.release(Tier.CPU, num_bytes, ACTIVATIONS)
-        return num_bytes > 0
-
-    @property
-    def _parked_bytes(self) -> int:
-        return sum(size * len(parked) for size, parked in self._parked.items())
+        store.ledger.register(Turn.FLIGHTS, self.parked.trim, Tier.CPU)
 
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
@@ -131,7 +115,7 @@ class ActivationStore:
         """
         self.collect()
         stored = [offloaded for offloaded in self._stored if offloaded.place is not None]
-        there = self._parked_bytes + sum(offloaded.num_bytes for offloaded in stored)
+        there = self.parked.num_bytes + sum(offloaded.num_bytes for offloaded in stored)
         lost = self._ledger.held(self._tier, ACTIVATIONS) - there
         if lost > 0 and not self.gone:
             self._ledger.release(self._tier, lost, ACTIVATIONS)
@@ -143,7 +127,7 @@ class ActivationStore:
         self.flights.drain()
         self.flights.check()
         self.collect()
-        self.trim()
+        self.parked.trim()
 
     def close(self) -> None:
         """The model ends, perhaps with a forward that an interrupt ended: other models must not save by its hooks."""
@@ -164,7 +148,7 @@ class ActivationStore:
                 self.flights.take_back(flight)
             self.gone.popleft()
             if self._file is None:
-                self._parked.setdefault(num_bytes, []).append(place)
+                self.parked.put(place)
                 continue
             self._give_back(place)
             self._ledger.release(self._tier, num_bytes, ACTIVATIONS)
@@ -227,12 +211,18 @@ class ActivationStore:
                 self._mover.scratch(1, torch.uint8, PAGE)  # what a move needs beside the tensor's own place, first
             # The object that gives the bytes back is there when they are taken.
             with WHOLE:
-                if parked := self._parked.get(num_bytes):
-                    offloaded = Offloaded(self.gone, tensor, parked.pop())
+                place: Any = self.parked.take(num_bytes)
+                if place is not None:
+                    offloaded = Offloaded(self.gone, tensor, place)
                 else:
-                    self.trim()  # of other sizes: batches have changed
+                    self.parked.trim()  # of other sizes: batches have changed
                     with self._ledger.reserving(self._tier, num_bytes, ACTIVATIONS, WELCOME):
-                        offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
+                        if self._file is None:
+                            place = self._device.make_host_buffer(num_bytes)
+                        else:
+                            place = self._file.allocate(num_bytes)
+                            self._slots[place] = num_bytes
+                        offloaded = Offloaded(self.gone, tensor, place)
         except BudgetExceeded as e:
             if not self._warned:
                 self._warned = True
@@ -244,7 +234,7 @@ class ActivationStore:
         try:
             self._stored.add(offloaded)
             if not self.flights.save(offloaded, tensor):
-                self._write(in_bytes(tensor if tensor.stride() == offloaded.stride else tensor.clone()), offloaded)
+                self._move(offloaded, tensor if tensor.stride() == offloaded.stride else tensor.clone(), out=True)
         except BaseException:
             # Noted and collected at once, as if it had been dropped: bytes and place go back the same way.
             offloaded.let_go()
@@ -252,46 +242,28 @@ class ActivationStore:
             raise
         return offloaded
 
-    def _allocate(self, num_bytes: int) -> Any:
-        """A place, which is in the ledger already: a host buffer, or where it is in the file."""
-        if self._file is None:
-            return self._device.make_host_buffer(num_bytes)
-        offset = self._file.allocate(num_bytes)
-        self._slots[offset] = num_bytes
-        return offset
-
     def _give_back(self, place: Any) -> None:
         """Let others have a place; no effect for one that was given back. A buffer goes with the last reference."""
         if self._file is not None and place in self._slots:
             self._file.give_back(place, self._slots.pop(place))
 
-    def _write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
-        """Move bytes to their place, here and now."""
-        for start, stop, host in self._pieces(offloaded):
-            part = source[start : min(stop, source.numel())]
-            with self._mover.crossing(self._device.tier, Tier.CPU, stop - start):
-                self._device.copy(host[: part.numel()], part, "offload").wait()
-            if self._file is not None:
-                with self._mover.crossing(Tier.CPU, self._file.tier, stop - start):
-                    self._file.write(host, offloaded.place + start)
-
-    def _read(self, offloaded: Offloaded, into: torch.Tensor) -> None:
-        """Bring bytes back, here and now."""
-        for start, stop, host in self._pieces(offloaded):
-            if self._file is not None:
-                with self._mover.crossing(self._file.tier, Tier.CPU, stop - start):
-                    self._file.read(host, offloaded.place + start)
-            part = into[start : min(stop, into.numel())]
-            with self._mover.crossing(Tier.CPU, self._device.tier, stop - start):
-                self._device.copy(part, host[: part.numel()], "restore").wait()
-
-    def _pieces(self, offloaded: Offloaded) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Ranges of its bytes, each with host memory: the place itself, or staging on the way to a file and back."""
-        if self._file is None:
-            yield 0, offloaded.num_bytes, offloaded.place
-            return
-        for start, stop in tiles(0, offloaded.num_bytes, max(self._mover.tile * 4 // PAGE * PAGE, PAGE)):
-            yield start, stop, self._mover.scratch(1, torch.uint8, stop - start)
+    def _move(self, offloaded: Offloaded, values: torch.Tensor, *, out: bool) -> None:
+        """Move its values out to their place, or back, here and now; to and from a file through staging."""
+        file, tier, values = self._file, self._device.tier, in_bytes(values)
+        piece = offloaded.num_bytes if file is None else max(self._mover.tile * 4 // PAGE * PAGE, PAGE)
+        for start, stop in tiles(0, offloaded.num_bytes, piece):
+            host = offloaded.place if file is None else self._mover.scratch(1, torch.uint8, stop - start)
+            here = values[start : min(stop, values.numel())]
+            there = host[: here.numel()]
+            if file is not None and not out:
+                with self._mover.crossing(file.tier, Tier.CPU, stop - start):
+                    file.read(host, offloaded.place + start)
+            into, source, stream = (there, here, "offload") if out else (here, there, "restore")
+            with self._mover.crossing(tier if out else Tier.CPU, Tier.CPU if out else tier, stop - start):
+                self._device.copy(into, source, stream).wait()
+            if file is not None and out:
+                with self._mover.crossing(Tier.CPU, file.tier, stop - start):
+                    file.write(host, offloaded.place + start)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         """Bring back what autograd asks for, in the strides that it was saved with."""
@@ -311,7 +283,7 @@ class ActivationStore:
             out = self.flights.take(packed)
             if out is None:
                 out = packed.empty()
-                self._read(packed, in_bytes(out))
+                self._move(packed, out, out=False)
             # Behind the taking: its memory is free, and the place has moved.
             self.flights.read_ahead()
             return out

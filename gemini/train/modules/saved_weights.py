@@ -155,7 +155,9 @@ class SavedWeights:
         """Pop hooks that a forward has left open which an interrupt ended: other models would save by them. The model
         ends; graphs may still refer to this.
         """
-        while (there := _hooks._top_saved_tensors_default_hooks(False)) and _owner_of(there[0]) is self:
+        while (there := _hooks._top_saved_tensors_default_hooks(False)) and getattr(
+            there[0], "_gemini_of", None
+        ) is self:
             _hooks._pop_saved_tensors_default_hooks()
         self._manager = None
 
@@ -198,7 +200,7 @@ class SavedWeights:
         """
         # Inside a transform that takes derivatives torch refuses them: `_keep_for_transform` keeps chunks there.
         there = _hooks._top_saved_tensors_default_hooks(False)
-        is_open = there and _owner_of(there[0]) is self
+        is_open = there and getattr(there[0], "_gemini_of", None) is self
         if is_open or not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled():
             return 0
         pack: Any = self._around(*there) if there else partial(self._pack)
@@ -338,7 +340,7 @@ def overwritten(tensor: torch.Tensor, version: int) -> RuntimeError:
 def _refusing_in_our_words(error_message: str) -> Iterator[None]:
     """torch runs no transform that takes derivatives while saved-tensor hooks are open, and says so in its words."""
     top = _hooks._top_saved_tensors_default_hooks(False)
-    if not top or not (owner := _owner_of(top[0])) or not error_message.startswith("torch.func"):
+    if not top or not (owner := getattr(top[0], "_gemini_of", None)) or not error_message.startswith("torch.func"):
         with _disable(error_message):
             yield
         return
@@ -355,11 +357,6 @@ def _refusing_in_our_words(error_message: str) -> Iterator[None]:
             yield
     finally:
         _hooks._push_saved_tensors_default_hooks(*top)
-
-
-def _owner_of(pack: Any) -> SavedWeights | None:
-    """The weights whose hook it is, if it is one of ours."""
-    return getattr(pack, "_gemini_of", None)
 
 
 patch("torch.autograd.graph.disable_saved_tensors_hooks", _refusing_in_our_words)

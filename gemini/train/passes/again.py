@@ -27,7 +27,6 @@ from gemini.interrupts import WHOLE
 from gemini.ledger import OF_BUDGET
 from gemini.memory.devices.pages import PAGE
 from gemini.patches import patch
-from gemini.planning.working import CUDA_WORKSPACES
 from gemini.tiers import Tier
 from gemini.train.activations.store import ACTIVATIONS
 from gemini.train.observers import innermost_transform
@@ -210,7 +209,7 @@ class Again:
         ledger, device, tier = self._store.ledger, self._store.device, self._store.device.tier
         aside = ledger.held(tier, ACTIVATIONS)
         more = device.reserved_beyond(ledger.used(tier) - aside - ledger.held(tier, "context")) - aside
-        if more > CUDA_WORKSPACES:
+        if more > 0:
             free = min(ledger.free(tier), more)
             ledger.reserve(tier, free, ACTIVATIONS)
             gave = self.take(more - free) if more > free else "it was free"

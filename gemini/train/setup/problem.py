@@ -296,7 +296,7 @@ class _Chooser:
         beside, fragments, pool = 0, 0, pool_of(config.memory)
         if device.tier is Tier.GPU and config.memory.bytes_of(Tier.GPU) is not None:
             # The driver's and the allocator's. A budget that is measured is what these leave.
-            asked = [-device.beside_bytes(), -device.fragments_percent()]
+            asked = [-device.beside_bytes(config.rule_spec), -device.fragments_percent()]
             beside, fragments = (-n for n in ranks.smallest(asked))
         self._budgets = _measure_budgets(config, device, ranks, beside)
         self._beside, self._fragments = beside if pool is None else 0, fragments
