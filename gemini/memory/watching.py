@@ -284,8 +284,7 @@ class Recorder:
             self._finish_device()
         with self._lock:
             self._cut(thread)
-            while thread.stack.pop() is not activity:
-                pass  # what an interrupt has kept from ending
+            del thread.stack[thread.stack.index(activity) :]  # with what an interrupt has kept from ending
             if not thread.stack and thread is not self._training:
                 # Numbers of threads are given again: what is left here would be taken for another one's.
                 del self._workers[threading.get_ident()]

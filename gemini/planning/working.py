@@ -127,10 +127,9 @@ def waiting_gradients(layout: Layout, itemsize: int) -> int:
 
 
 def allocator_bytes(rule: RuleSpec, capability: tuple[int, int] = (9, 0), workspace: int = 0) -> int:
-    """What torch's allocator takes beside what anybody holds. For each thread that multiplies matrices, and its stream,
-    cuBLAS has a ``workspace`` for good (``aten/src/ATen/cuda/CublasHandlePool.cpp``): 32 MiB on Hopper,
-    8,320 KiB before, on newer cards one or the other (the larger is counted), and 1 MiB for cuBLASLt. Forward is on the
-    caller's thread, backward on autograd's, and updates that need params whole (Muon) may be on one of their own.
+    """What torch's allocator takes beside what anybody holds. Each thread that multiplies has a cuBLAS ``workspace`` for
+    good (``aten/src/ATen/cuda/CublasHandlePool.cpp``): 32 MiB on Hopper, 8,320 KiB before, the larger counted on newer
+    cards, and 1 MiB for cuBLASLt. It is the caller's, autograd's, and an update's that needs params whole (Muon).
     """
     workspace = workspace or (32 * 2**20 if capability[0] >= 9 else 8320 * 2**10)
     return (2 + rule.whole) * (workspace + 2**20) + CUDA_SEGMENTS

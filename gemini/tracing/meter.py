@@ -390,7 +390,6 @@ class Cuda(Target):
             (batch, heads, rows, width), key = args[1].shape, args[2]
             rows, columns = page_up(rows, 128), page_up(width, 32) if width <= 192 else 256
             sums = 4 * batch * heads * rows * (columns + 1)
-            # With grouped heads dK and dV for every query head.
             of_all = 2 * batch * heads * key.shape[2] * page_up(width, 8) * key.itemsize
             return sums + of_all * (key.shape[1] != heads)  # type: ignore[no-any-return]
         if packet is _aten._scaled_dot_product_efficient_attention_backward:

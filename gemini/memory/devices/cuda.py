@@ -99,7 +99,6 @@ class CudaDevice(Device):
                 torch.empty(large, dtype=torch.uint8, device=self.torch_device)
 
     def beside_bytes(self, rule: RuleSpec = ADAM) -> int:
-        # As torch reads it: KiB, and how many of them.
         said = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         own = sum(2**10 * int(size) * int(count) for size, count in said)
         self._aside = allocator_bytes(rule, torch.cuda.get_device_capability(self.torch_device), own)

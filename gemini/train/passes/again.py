@@ -234,7 +234,7 @@ class Again:
         """Let activations have so many bytes of the windows for good, as far as a step can do without: in words."""
         store, tier = self._store, self._store.device.tier
         num_bytes = min(num_bytes, store.manager.room.spare(store.working_set)) // PAGE * PAGE
-        with WHOLE:  # what windows have lost is the activations'
+        with WHOLE:
             if num_bytes <= 0 or not store.manager.room.shrink(num_bytes):
                 return "gathered weights had nothing to give"
             store.ledger.reserve(tier, num_bytes, ACTIVATIONS)
