@@ -127,8 +127,8 @@ def waiting_gradients(layout: Layout, itemsize: int) -> int:
 
 
 def allocator_bytes(rule: RuleSpec, capability: tuple[int, int] = (9, 0), workspace: int = 0) -> int:
-    """What torch's allocator takes beside what anybody holds. Each thread that multiplies has a cuBLAS ``workspace`` for
-    good (``aten/src/ATen/cuda/CublasHandlePool.cpp``): 32 MiB on Hopper, 8,320 KiB before, the larger counted on newer
+    """What torch's allocator takes beside what anybody holds. Each thread that multiplies keeps a cuBLAS ``workspace``
+    (``aten/src/ATen/cuda/CublasHandlePool.cpp``): 32 MiB on Hopper, 8,320 KiB before, the larger counted on newer
     cards, and 1 MiB for cuBLASLt. It is the caller's, autograd's, and an update's that needs params whole (Muon).
     """
     workspace = workspace or (32 * 2**20 if capability[0] >= 9 else 8320 * 2**10)

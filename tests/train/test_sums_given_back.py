@@ -62,7 +62,7 @@ def test_an_interrupt_leaves_no_staging_behind(place: str, tmp_path: Path, monke
         assert staging.is_reserved
         raise KeyboardInterrupt
 
-    def interrupted(*_: Any) -> Any:
+    def interrupted(*_: Any, **__: Any) -> Any:
         assert staging.is_reserved
         raise KeyboardInterrupt
 

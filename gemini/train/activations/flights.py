@@ -103,10 +103,8 @@ class Flight(Transfer):
 
     def overwritten(self) -> RuntimeError | None:
         """The error of a tensor that was written to while it left from where it is."""
-        tensor = self.on_device
-        if tensor is None or self.version in (-1, tensor._version):
-            return None
-        return overwritten(tensor, self.version)
+        tensor, version = self.on_device, self.version
+        return None if tensor is None or version in (-1, tensor._version) else overwritten(tensor, version)
 
 
 class Parked:
@@ -533,12 +531,13 @@ class Flights:
         elif buffer is not None:
             self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
 
+    def headroom_bytes(self) -> int:
+        """Memory that windows should leave for transfers: a block's, unless one found no room, or it is no use."""
+        return 0 if self._is_starved or self._device.keeps_windows else self._needed
+
     def missing(self) -> int:
-        """Bytes that windows should leave for transfers, a block's, and that these do not hold: none if one found no
-        room, or it is no use.
-        """
-        headroom = 0 if self._is_starved or self._device.keeps_windows else self._needed
-        return max(headroom - self._ledger.held(self._computing, IN_FLIGHT), 0)
+        """Bytes of that headroom that they do not hold, in flight or ready to be."""
+        return max(self.headroom_bytes() - self._ledger.held(self._computing, IN_FLIGHT), 0)
 
     def relieve(self, want: Want) -> bool:
         """Give back some memory, waiting if need be; False if none of that tier is held."""
