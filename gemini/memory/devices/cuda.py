@@ -265,7 +265,9 @@ class CudaDevice(Device):
         return torch.cuda.current_stream(self.torch_device).cuda_stream
 
     def computes_here(self) -> None:
-        self.computing_streams()
+        # A look without the lock: a stream that is known stays known.
+        if self.stream_number() not in self._computing:
+            self.computing_streams()
 
     @contextmanager
     def beside(self, name: str) -> Iterator[None]:

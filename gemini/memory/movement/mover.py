@@ -260,8 +260,7 @@ class Mover:
         """Begin with ``begin`` and count the bytes: the end of it, of which who records is told when it is noticed."""
         self.count(source, target, num_bytes)
         recorder = self.watch.recorder
-        track = None if recorder is None else TRACKS.get(Boundary(source, target))
-        if recorder is None or track is None:
+        if recorder is None or (track := TRACKS.get(Boundary(source, target))) is None:
             return begin()
         return recorder.fly(begin, Activity(recorder, track, name, "", chunk, num_bytes))
 
