@@ -265,8 +265,7 @@ class CudaDevice(Device):
         return torch.cuda.current_stream(self.torch_device).cuda_stream
 
     def computes_here(self) -> None:
-        # A look without the lock: a stream that is known stays known.
-        if self.stream_number() not in self._computing:
+        if self.stream_number() not in self._computing:  # known ones stay known, so this needs no lock
             self.computing_streams()
 
     @contextmanager
