@@ -118,10 +118,11 @@ def smallest_budget(
     """Bytes per rank that a plan asks for on the CPU when every plane stays in memory, by what for; and the layout."""
     import torch
 
+    from gemini.planning import working
     from gemini.planning.layout import ParamSpec, make_layout
     from gemini.planning.planes import compute_itemsize, plane_specs
     from gemini.planning.working import PIECE, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
-    from gemini.train.setup.problem import working_set
+    from gemini.train.setup.problem import structural_trace
 
     with torch.device("meta"):
         model = make_llama(shape)
@@ -132,7 +133,7 @@ def smallest_budget(
     need = {"planes": planes * layout.numel // ranks}
     size = compute_itemsize(precision)
     if ranks > 1:
-        need["working set"] = working_set(model, layout, precision)
+        need["working set"] = working.gathered_at_once(structural_trace(model, precision), layout, precision)
         need["staging"] = staging_bytes(tile)
     if ranks * replicas > 1:
         need["gradients in flight"] = gradients_in_flight(layout, size)

@@ -15,6 +15,9 @@ import torch
 from torch import nn
 
 import gemini
+from gemini.planning.layout import Layout
+from gemini.planning.working import gathered_at_once
+from gemini.train.setup.problem import structural_trace
 from tests.plain import DTYPES, Plain
 from tests.world import world_of
 
@@ -333,3 +336,8 @@ def tiles_of(monkeypatch: Any, numel: int | None) -> Iterator[None]:
         if numel is not None:
             patch.setattr(working, "TILE", numel)
         yield
+
+
+def working_set(model: nn.Module, layout: Layout, precision: str) -> int:
+    """Bytes of gathered weights that one module needs at once: its own chunks and those of the modules around it."""
+    return gathered_at_once(structural_trace(model, precision), layout, precision)

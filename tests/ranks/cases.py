@@ -19,9 +19,10 @@ from gemini.planning.planes import ADAM
 from gemini.planning.working import device_staging_bytes, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
 from gemini.tiers import Tier
 from gemini.train.params.by_name import read_range
-from gemini.train.setup.problem import reduce_dtype, structural_trace, working_set
+from gemini.train.setup.problem import reduce_dtype, structural_trace
 from tests import models
 from tests.hunts.race_recipes import AlwaysPays
+from tests.models import working_set
 from tests.scaling import backward, clip_grads, make_step, new_scaler
 from tests.world import world_of
 

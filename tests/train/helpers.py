@@ -22,8 +22,9 @@ import gemini
 from gemini.errors import parse_bytes
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
-from gemini.train.setup.problem import structural_trace, working_set
+from gemini.train.setup.problem import structural_trace
 from tests import models
+from tests.models import working_set
 from tests.plain import DTYPES as DTYPES
 from tests.plain import Plain as Plain
 from tests.scaling import backward, clip_grads, make_step

@@ -26,7 +26,8 @@ from gemini.tiers import Tier
 from gemini.train.modules.changing import compile_blocks, hook_around
 from gemini.train.modules.reading import compiled_part
 from gemini.train.passes import hooks
-from gemini.train.setup.problem import collect_params, structural_trace, working_set
+from gemini.train.setup.problem import collect_params, structural_trace
+from tests.models import working_set
 from tests.train.helpers import (
     PLACEMENTS,
     Blocks,

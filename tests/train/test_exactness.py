@@ -26,9 +26,9 @@ from gemini.planning.planes import ADAM as RULE
 from gemini.planning.planes import GRAD, RESIDUAL, PlaneKind, compute_itemsize
 from gemini.planning.working import device_staging_bytes, staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
-from gemini.train.setup.problem import structural_trace, working_set
+from gemini.train.setup.problem import structural_trace
 from tests import kernel_settings, models
-from tests.models import Recipe
+from tests.models import Recipe, working_set
 from tests.plain import Plain
 from tests.world import world_of
 

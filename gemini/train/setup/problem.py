@@ -22,12 +22,11 @@ from gemini.memory.nvme import probe, striped_free_bytes
 from gemini.memory.system import available_bytes
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
-from gemini.planning.layout import Layout
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
 from gemini.planning.planner import Planner, first_that_fits, pose_problem
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
-from gemini.planning.working import MARGIN, gathered_at_once
+from gemini.planning.working import MARGIN
 from gemini.ranks.agree import Facts, agree, checksum_of
 from gemini.ranks.group import Ranks
 from gemini.sharing import pool_of
@@ -434,11 +433,6 @@ def _buffer_bytes(structure: Structure) -> int:
     # By storage: views of one count once, with all of it.
     storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in dense}
     return sum(storages.values())
-
-
-def working_set(model: nn.Module, layout: Layout, precision: str) -> int:
-    """Bytes of gathered weights that one module needs at once: its own chunks and those of the modules around it."""
-    return gathered_at_once(structural_trace(model, precision), layout, precision)
 
 
 def structural_trace(

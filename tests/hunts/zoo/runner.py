@@ -19,10 +19,11 @@ import gemini
 from gemini.planning.working import staging_bytes, tile_numel
 from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.observers import iter_tensors
-from gemini.train.setup.problem import structural_trace, working_set
+from gemini.train.setup.problem import structural_trace
 from tests.hunts.zoo.configs import tiny_config
 from tests.hunts.zoo.inputs import Batches, Spec
 from tests.hunts.zoo.mappings import Entry
+from tests.models import working_set
 from tests.train.helpers import DTYPES, Plain, assert_same_state, same_bits
 from tests.world import world_of
 
