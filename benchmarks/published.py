@@ -4,8 +4,10 @@
 
 ``published.json`` has the rows: what was published, where it stands, and the machine and step it was measured on.
 Nothing is run here and nothing is fitted. Each step is traced on fake tensors, planned in nearly all of the memory the
-machine has, and played on figures of data sheets. *Ours*: exact states in bf16, every block checkpointed, homes and
-moves chosen by ``gemini.plan``, the quickest of the micro-batches that a row names. *Theirs*: the same layers, all on
+machine has, and played on figures of data sheets. *Ours*: exact states in bf16, homes and moves chosen by
+``gemini.plan``; on one GPU whose states are elsewhere the step is chosen too, as ``gemini plan --fastest --order bfs``
+does it, with ``--kernels liger`` for the models that have them, else with ``--tile-tokens auto``; otherwise every block
+is checkpointed, with the quickest of the micro-batches that a row names. *Theirs*: the same layers, all on
 the GPUs (or all on the drives), with their own micro-batch and checkpointing, where that describes what they did. Of
 a step of more than three micro-batches two and three are played: each further one takes what the third one took.
 """
@@ -16,20 +18,25 @@ import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rich.console import Console
 from transformers import AutoConfig
 
 import gemini
 from benchmarks._report import add_out, head, publish, table
 from gemini.errors import BudgetExceeded
+from gemini.jobs import planner
 from gemini.jobs.models import lora_on
+from gemini.jobs.settings import PlanSettings
 from gemini.planning.hardware import Hardware, machine
 from gemini.planning.trace import Phase
 from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
+from gemini.tracing.fused import FAMILIES
 from gemini.train.loading.skeleton import skeleton_from_config
 
 DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
@@ -61,6 +68,47 @@ def hardware_of(name: str, ranks: int) -> Hardware:
     return hardware.with_figures("peak: of the published machine, or assumed", **figures)
 
 
+def flops_of(trace: gemini.MemoryTrace) -> float:
+    """FLOP per token of a forward and a backward, without what is computed again."""
+    return 3 * sum(moment.flops for moment in trace.moments if moment.phase is Phase.FORWARD) / trace.tokens
+
+
+def choose(row: dict[str, Any], side: dict[str, Any], folder: Path) -> tuple[float, str]:
+    """The row's unit per second of the step that is chosen, and which that is; 0 if none fits."""
+    hardware, model = hardware_of(side.get("on", row["on"]), 1), DATA["models"][row["model"]]
+    config, known = folder / f"{row['model']}.json", folder / "machine.json"
+    config.write_text(json.dumps(model))
+    known.write_text(hardware.to_json())
+    has_kernels = model["model_type"] in FAMILIES
+    settings = PlanSettings(
+        config=str(config),
+        machine=str(known),
+        seq_len=row["length"],
+        fastest=True,
+        tokens_per_step=row["tokens"],
+        order="bfs",
+        kernels="liger" if has_kernels else None,
+        tile_tokens=None if has_kernels else "auto",
+        gpu=f"{int(hardware.capacity(Tier.GPU) or 0) - BESIDE}B",
+        cpu=f"{int(MARGIN * (hardware.capacity(Tier.CPU) or 0))}B",
+        nvme="0B",
+    )
+    with Console(stderr=True, quiet=True).status("") as status:
+        way, found, _ = planner.choose(planner.Way(settings), status)
+    if not found:
+        return 0.0, ""
+    own = way.settings
+    words = [f"{own.batch_size} x {own.accumulate}"]
+    words += ["block by block"] if own.order == "bfs" else []
+    words += [f"{own.kept_blocks} kept"] if own.kept_blocks else [] if own.gradient_checkpointing else ["all kept"]
+    words += ["on the host"] if own.offload_activations == "cpu" else []
+    words += [f"tiles {own.tile_tokens}"] if own.tile_tokens else []
+    rate = row["tokens"] / found[0].seconds
+    if row["unit"] == "TFLOP/s":
+        rate *= flops_of(trace_of(row["model"], 1, row["length"], True, None)) / 1e12
+    return rate, ", ".join(words)
+
+
 def play(row: dict[str, Any], side: dict[str, Any]) -> float:
     """The row's unit per second by the simulator. Raises BudgetExceeded if the step does not fit."""
     ranks = row.get("gpus", 1)
@@ -81,26 +129,31 @@ def play(row: dict[str, Any], side: dict[str, Any]) -> float:
     if number > 3:
         step += (number - 3) * (step - seconds(2))
     rate = number * trace.tokens / step
-    flops = 3 * sum(moment.flops for moment in trace.moments if moment.phase is Phase.FORWARD) / trace.tokens
-    return rate * {"tokens/s": ranks, "tokens/s each": 1, "TFLOP/s": flops / 1e12}[row["unit"]]
+    return rate * {"tokens/s": ranks, "tokens/s each": 1, "TFLOP/s": flops_of(trace) / 1e12}[row["unit"]]
 
 
-def predict(row: dict[str, Any], who: str, known: dict[str, float], file: Path | None) -> float | None:
-    """What ``who``, "theirs" or "ours", has in the row's unit; 0 if it does not fit, None if it is not predicted."""
+def predict(
+    row: dict[str, Any], who: str, known: dict[str, Any], file: Path | None, folder: Path
+) -> tuple[float | None, str]:
+    """What ``who``, "theirs" or "ours", has in the row's unit; 0 if it does not fit, None if it is not predicted. And
+    which step was chosen, if one was.
+    """
     if who not in row:
-        return None
+        return None, ""
     names = ("model", "on", "gpus", "length", "tokens", "lora", "unit")
     key = json.dumps({name: row.get(name) for name in names} | row[who])  # what a prediction follows from
     if key not in known:
         try:
-            known[key] = play(row, row[who])
+            is_chosen = row[who].get("chosen")
+            known[key] = choose(row, row[who], folder) if is_chosen else (play(row, row[who]), "")
         except BudgetExceeded as e:
-            known[key] = 0.0
+            known[key] = 0.0, ""
             print(f"{key}: {e}", file=sys.stderr)
-        print(f"{row['system']}, {key}: {known[key]:,.0f}", file=sys.stderr, flush=True)
+        print(f"{row['system']}, {key}: {known[key]}", file=sys.stderr, flush=True)
         if file is not None:
             file.write_text(json.dumps(known))
-    return known[key]
+    rate, words = known[key]
+    return rate, words
 
 
 def told(rate: float | None, published: float, form: str) -> list[str]:
@@ -110,21 +163,22 @@ def told(rate: float | None, published: float, form: str) -> list[str]:
     return [f"{rate:,.0f}", form.format(rate / published - (form != "{:.2f}"))]
 
 
-def report(known: dict[str, float], file: Path | None) -> list[str]:
+def report(known: dict[str, Any], file: Path | None, folder: Path) -> list[str]:
     lines, misses, summary, number = [], defaultdict(list), [], 0
     for kind in DATA["kinds"]:
         rows, errors, ratios = [], [], []
         for row in (row for row in DATA["rows"] if row["kind"] == kind):
             number += 1
             published = row["published"]
-            theirs, ours = (predict(row, who, known, file) for who in ("theirs", "ours"))
+            (theirs, _), (ours, chosen) = (predict(row, who, known, file, folder) for who in ("theirs", "ours"))
             errors += [theirs / published - 1] if theirs else []
             ratios += [ours / published] if ours else []
             if 0 in (theirs, ours) or (theirs and abs(errors[-1]) > FAR) or (ours and ratios[-1] < 1):
                 misses[f"({row['system']}): {row['why']}"].append(str(number))
             where = [number, row["system"], row["model"], f"{row.get('gpus', 1)} x {row['on']}", row["precision"]]
             step = [f"{row['tokens']:,}", f"{row['length']:,}", row["source"], f"{published:,} {row['unit']}"]
-            rows.append([*where, *step, *told(theirs, published, "{:+.0%}"), *told(ours, published, "{:.2f}")])
+            compared = [*told(theirs, published, "{:+.0%}"), *told(ours, published, "{:.2f}")]
+            rows.append([*where, *step, *compared, chosen])
         lines += [f"## {kind}", "", *table(DATA["columns"], rows)]
         each = [f"{sum(found) / len(errors):+.0%}" if errors else "" for found in (map(abs, errors), errors)]
         faster = sum(ratio >= 1 for ratio in ratios)
@@ -143,7 +197,10 @@ def main() -> None:
     add_out(parser)
     args = parser.parse_args()
     known = json.loads(args.cache.read_text()) if args.cache and args.cache.exists() else {}
-    publish([*head("Published systems, by the planner", DATA["said"]), *report(known, args.cache)], args.out)
+    planner.Traces = cache(planner.Traces)  # type: ignore[misc]  # those of a model serve all its rows
+    with TemporaryDirectory() as folder:
+        lines = report(known, args.cache, Path(folder))
+    publish([*head("Published systems, by the planner", DATA["said"]), *lines], args.out)
 
 
 if __name__ == "__main__":
