@@ -3,13 +3,13 @@
     python benchmarks/published.py --cache FILE --out benchmarks/reports/published_systems_DATE.md
 
 ``published.json`` has the rows: what was published, where it stands, and the machine and step it was measured on.
-Nothing is run here and nothing is fitted. Each step is traced on fake tensors, planned in nearly all of the memory the
-machine has, and played on figures of data sheets. *Ours*: exact states in bf16, homes and moves chosen by
-``gemini.plan``; on one GPU whose states are elsewhere the step is chosen too, as ``gemini plan --fastest --order bfs``
-does it, with ``--kernels liger`` for the models that have them, else with ``--tile-tokens auto``; otherwise every block
-is checkpointed, with the quickest of the micro-batches that a row names. *Theirs*: the same layers, all on
-the GPUs (or all on the drives), with their own micro-batch and checkpointing, where that describes what they did. Of
-a step of more than three micro-batches two and three are played: each further one takes what the third one took.
+Nothing is run here and nothing is fitted. Each step is traced on fake tensors, planned in nearly all of the memory
+the machine has, and played on figures of data sheets. *Ours*: exact states in bf16, homes and moves chosen by
+``gemini.plan``; where a row says "chosen" the step is chosen too, as ``gemini plan --fastest`` does it, with
+``--kernels liger`` for the models that have them, else with ``--tile-tokens auto``; otherwise every block is
+checkpointed, with the quickest of the micro-batches that a row names. *Theirs*: the same layers, all on the GPUs (or
+all on the drives), with their own micro-batch and checkpointing, where that describes what they did. Of a step of
+more than three micro-batches (chosen: four) few are played: each further one takes what the last one took.
 """
 
 import argparse
@@ -86,7 +86,6 @@ def choose(row: dict[str, Any], side: dict[str, Any], folder: Path) -> tuple[flo
         seq_len=row["length"],
         fastest=True,
         tokens_per_step=row["tokens"],
-        order="bfs",
         kernels="liger" if has_kernels else None,
         tile_tokens=None if has_kernels else "auto",
         gpu=f"{int(hardware.capacity(Tier.GPU) or 0) - BESIDE}B",
