@@ -100,6 +100,8 @@ def _flow_of(
 ) -> tuple[Flow, tuple[str, ...], frozenset[str] | None, str | None]:
     """Run a fake copy, and look on: the flow, the blocks, what is readable, and a module that keeps what was made."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Labels are often the tensor of the inputs, and what reads that one reads no labels.
+    batch = {n: v.clone() if n in LABELS and isinstance(v, torch.Tensor) else v for n, v in batch.items()}
     with generators_kept(), nothing_collected(), mode:
         fake = fake_copy(model, mode).train()
         blocks = _blocks_in(fake)

@@ -5,6 +5,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import gemini
+from gemini.pipeline.stages import Placeholder
 from tests.ranks.parallel_cases import Found, config_for, hybrid_adam, train
 from tests.ranks.pipeline_cases import STEPS, half
 from tests.ranks.test_slices import small
@@ -157,7 +159,7 @@ def test_each_block_is_read_twice_and_its_gradients_land_once(tmp_path: Any) -> 
     ids=["tied", "dropout", "encoder-decoder", "fp16"],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_computed_one_after_another(make: Any, settings: Any, why: str, tmp_path: Any) -> None:
-    config = config_for("ram", str(tmp_path), **{"gradients": "accumulate", **settings})
+    config = config_for("disk", str(tmp_path), **{"gradients": "accumulate", **settings})
     model: Any = gemini.GeminiDDP(make().train(), config)
     scaler = gemini.GradScaler(enabled="precision" in settings)
 
@@ -170,8 +172,44 @@ def test_what_cannot_be_cut_is_computed_one_after_another(make: Any, settings: A
     gemini.train_step(model, unequal(1), scaled)  # said once: a warning would be an error
 
 
+def test_sums_of_a_stage_come_before_windows_that_are_read_later(tmp_path: Any) -> None:
+    """Each window is fetched once more then; sums elsewhere are read and written for each micro-batch."""
+    moved = []
+    for number in (2, 8):
+        config = config_for("serial", str(tmp_path), precision="bf16", gradients="accumulate")
+        config = replace(config, memory=replace(config.memory, cpu="1000KiB"))
+        model: Any = gemini.GeminiDDP(half().train(), config)
+        gemini.train_step(model, unequal(0, number))
+        hybrid_adam(model).step()
+        moved.append(model.memory_report()["moved"])
+    assert moved[0] == moved[1] and moved[0]["cpu->nvme"] > 0
+
+
+def test_stages_compute_no_loss_where_labels_are_the_inputs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stood_for, own = set[str](), Placeholder.forward
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stood_for.add(type(self.__dict__["twin"]).__name__)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(Placeholder, "forward", noting)
+    model: Any = gemini.GeminiDDP(half().train(), config_for("disk", str(tmp_path), gradients="accumulate"))
+    gemini.train_step(model, [{"input_ids": batch["input_ids"], "labels": batch["input_ids"]} for batch in unequal(0)])
+    assert stood_for == {"Embedding"}
+
+
+def test_a_step_keeps_its_place_between_micro_batches(tmp_path: Any) -> None:
+    """What was lost would be fetched from the beginning of the step again, for each of them."""
+    model: Any = gemini.GeminiDDP(half().train(), config_for("disk", str(tmp_path), gradients="accumulate"))
+    manager, places = model._gemini_engine.store.manager, list[int]()
+    own = manager.look_ahead
+    manager.look_ahead = lambda **how: places.append(manager.foresight.place) or own(**how)
+    gemini.train_step(model, unequal(0))
+    assert len(places) > 8 and places == sorted(places)
+
+
 def test_what_changes_between_steps_is_looked_at(tmp_path: Any) -> None:
-    model: Any = gemini.GeminiDDP(half().train(), config_for("ram", str(tmp_path), gradients="accumulate"))
+    model: Any = gemini.GeminiDDP(half().train(), config_for("disk", str(tmp_path), gradients="accumulate"))
     gemini.train_step(model, unequal(0))
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
@@ -181,7 +219,7 @@ def test_what_changes_between_steps_is_looked_at(tmp_path: Any) -> None:
 
 
 def test_a_model_is_freed(tmp_path: Any) -> None:
-    model: Any = gemini.GeminiDDP(half().train(), config_for("ram", str(tmp_path), gradients="accumulate"))
+    model: Any = gemini.GeminiDDP(half().train(), config_for("disk", str(tmp_path), gradients="accumulate"))
     gemini.train_step(model, unequal(0))
     there = weakref.ref(model)
     del model
@@ -277,7 +315,7 @@ def inputs(step: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def compared(
-    make: Any, batches: Any, loss: Any, between: Any = lambda model, step: None
+    folder: str, make: Any, batches: Any, loss: Any, between: Any = lambda model, step: None
 ) -> tuple[list[str], list[Any]]:
     """What is warned of, and where three steps end, block by block and one micro-batch after another."""
     ends = []
@@ -286,8 +324,7 @@ def compared(
         for by_block in (True, False):
             torch.manual_seed(0)
             random.seed(0)
-            memory = gemini.MemoryBudget(cpu="64MiB")
-            config = gemini.GeminiConfig(memory=memory, precision="fp32", gradients="accumulate", device="cpu")
+            config = config_for("disk", folder, precision="fp32", gradients="accumulate")
             model: Any = gemini.GeminiDDP(make(), config)
             optimizer, seen = gemini.HybridAdam(model.parameters(), lr=0.1), []
             for step in range(3):
@@ -382,9 +419,9 @@ def switch(model: Any, step: int) -> None:
          "head that never runs", "head read early"],
 )  # fmt: skip
 def test_another_way_than_that_of_the_first_micro_batch(
-    make: Any, batches: Any, loss: Any, between: Any, why: str
+    make: Any, batches: Any, loss: Any, between: Any, why: str, tmp_path: Any
 ) -> None:
-    warned, (found, wanted) = compared(make, batches, loss, between or (lambda model, step: None))
+    warned, (found, wanted) = compared(str(tmp_path), make, batches, loss, between or (lambda model, step: None))
     assert (why in warned[0]) if why else not warned
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 

@@ -157,8 +157,9 @@ class Foresight:
         try:
             yield
         finally:
+            self._is_scoped = False
             self.interrupt()
-            (self.schedule, self._num_strange), self._is_scoped = usual, False
+            self.schedule, self._num_strange = usual
 
     def begin(self) -> None:
         """A forward that a backward may follow begins."""
@@ -185,10 +186,11 @@ class Foresight:
         self.interrupt()
 
     def interrupt(self) -> None:
-        """Forget the step under way: what runs now, or failed, is no such step."""
-        self.in_step = False
+        """Forget the step under way: what runs now, or failed, is no such step. That of a scope ends with the scope."""
         self._held.clear()
-        self._seen = None
+        if self._is_scoped:  # each of its forwards asks what an interrupt has left
+            return
+        self.in_step, self._seen = False, None
         if self.schedule is not None:
             self.schedule.place = None
 

@@ -13,7 +13,7 @@ import torch
 
 from gemini.errors import BudgetExceeded, StorageError, human_bytes
 from gemini.interrupts import WHOLE
-from gemini.ledger import OF_BUDGET, WELCOME
+from gemini.ledger import OF_BUDGET, WELCOME, Turn
 from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.transfers import Lane
@@ -27,6 +27,7 @@ WAIT_FOR_LANDING = "gradient landing", "wait for gradients to land"
 """How a wait for gradients shows in timelines and in errors."""
 
 _SUMS = PlaneSpec(GRAD, "float32")
+_BEFORE_WINDOWS = WELCOME | {Turn.KEPT, Turn.PREFETCHES}  # each is read once more, sums for each micro-batch
 
 Land: TypeAlias = Callable[[ParamHandle, torch.Tensor], None]
 
@@ -116,7 +117,7 @@ class GradientHomes:
         with WHOLE:
             if not adds_up(chunk):
                 self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of the gradients of a stage")
-            elif not self._ledger.reserve_if_room(tier, num_bytes, GRAD, WELCOME):
+            elif not self._ledger.reserve_if_room(tier, num_bytes, GRAD, _BEFORE_WINDOWS):
                 return
             near = self._store.make_plane(_SUMS, home.numel, tier)
             try:
