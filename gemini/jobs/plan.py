@@ -87,9 +87,8 @@ def _plan_whole(way: Way, status: Status) -> Answer:
         for next_best in found[1 : RUNNERS_UP + 1]:
             rate = None if timeline is None else report["tokens"] / next_best.seconds
             least, less = "" if next_best.is_played else "at least ", 1 - found[0].seconds / next_best.seconds
-            report["alternatives"].append(
-                _alternative(options_of(next_best.way), True, rate, f"{least}{max(less, 0):.1%} less")
-            )
+            words = f"{least}{less:.1%} less" if less >= 0 else f"at most {-less:.1%} more, which was not played"
+            report["alternatives"].append(_alternative(options_of(next_best.way), True, rate, words))
     elif settings.alternatives or (made is None and not settings.with_):
         for number, other in enumerate(_alternatives(way, made is not None, timeline), 1):
             report["alternatives"].append(other)

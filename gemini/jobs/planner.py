@@ -441,8 +441,10 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
         if alone and is_large and not may_tile and not way.changed(batch_size=1, accumulate=1).fits():
             continue
         try:
-            if other.fits(other.plain()):  # tiles are for what does not fit without
+            if other.fits(other.plain()):
                 yield other.changed(tile_tokens=None) if may_tile else other
+                if may_tile and (tiled := other.trace().forms[1:]):  # the room that the head gives up may be worth more
+                    yield other.changed(tile_tokens=tiled[0].tile_tokens)
             elif may_tile and other.fits():
                 yield other
             else:

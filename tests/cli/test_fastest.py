@@ -380,6 +380,20 @@ def test_both_orders_are_compared_and_what_runs_it_says_which(
     assert "--order bfs" in asked["fastest"]["command"] and "--lora-dropout 0.0" in asked["fastest"]["command"]
 
 
+def test_tiles_that_may_be_are_compared_with_none_where_both_fit(tmp_path: Path) -> None:
+    """The head in tiles leaves room: on a full GPU the step with them may be the quicker one."""
+    config = llama_config(tmp_path / "config.json", **{**FOUR_BLOCKS, "vocab_size": 8192, "max_position_embeddings": 512})
+    step = {"config": str(config), "machine": "rtx4090", "seq_len": 512, "tokens_per_step": 2048, "fastest": True}
+    settings = PlanSettings(**step, tile_tokens="auto", gpu="1700MiB", cpu="2GiB")
+    settings.check()
+    with Console(stderr=True, quiet=True).status("") as status:
+        chosen, found, _ = choose(Way(settings), status)
+    tiles = {each.way.settings.tile_tokens for each in found}
+    assert None in tiles and any(str(tile).startswith("head=") for tile in tiles), tiles
+    best = min(each.way.play(each.way.plan()).step_seconds for each in found)
+    assert chosen.play(chosen.plan()).step_seconds <= best * 1.005
+
+
 def test_what_has_no_command_or_no_lines(gemini_command: Command, tmp_path: Path) -> None:
     """A rule that asks for more of a loop, and another number of layers, have no command; layers in 4 bits no lines."""
     config = llama_config(tmp_path / "config.json")
