@@ -5,7 +5,7 @@ With the first one all are computed, and the others are given their losses. The 
 ``compute_loss`` run twice for each micro-batch: once up to where they call the model, to learn what it is given; and
 once with what the model has given for that, which is where its loss, its scaling and its logs come from. Where a step
 would not be the same, or cannot be known to be (a class has its own of these, which may count its calls), micro-batches
-are computed one after another, and a warning says why, once.
+are computed one after another, and a warning says why, once. So they are, without one, where nothing has to move.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from gemini.errors import GeminiError, warn
 from gemini.patches import replaced
-from gemini.pipeline.micro_batches import train_step
+from gemini.pipeline import micro_batches
 from gemini.pipeline.stages import Strayed
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 
@@ -74,7 +74,7 @@ class BlockByBlock:
         Raises:
             GeminiError: for a batch that is not the next of this step.
         """
-        if not self._losses and len(self._samples) > 1:
+        if not self._losses and len(self._samples) > 1 and micro_batches.has_to_move(model):
             samples, self._samples = self._samples, ()
             if losses := self._computed(model, samples, inputs, compute):
                 self._losses.extend(zip(samples, losses, strict=True))
@@ -108,7 +108,7 @@ class BlockByBlock:
 
             # The last micro-batch of a step is among these, whatever accelerate says of the first one.
             with replaced(engine.state, "accumulating", False):
-                train_step(model, parts, loss)
+                micro_batches.train_step(model, parts, loss)
             return [found[number] for number in range(len(parts))]
         except _Otherwise as e:
             self._warn(str(e))

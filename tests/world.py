@@ -8,12 +8,15 @@ model, in the words of the design (chunks, planes, tiers); in the parts after th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
+from gemini.pipeline import micro_batches
 from gemini.tiers import Tier
 from tests.invariants import check_engine, check_ledger, check_manager
 
@@ -164,3 +167,13 @@ class World:
     def make_room(self, num_bytes: int) -> bool:
         """Let whoever can give memory of the computing tier back do so; whether there is that much now."""
         return bool(self.ledger.make_room(self.device.tier, num_bytes))
+
+
+@contextmanager
+def steps_by_block() -> Iterator[Any]:
+    """Count steps block by block (``call_count``). A model all of whose memory stays is cut as one that moves."""
+    with (
+        mock.patch.object(micro_batches, "has_to_move", return_value=True),
+        mock.patch.object(micro_batches, "breadth_first", wraps=micro_batches.breadth_first) as counted,
+    ):
+        yield counted

@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_module
 from gemini.errors import GeminiError, warn
 from gemini.pipeline.course import OF_STAGES, Course, course_of, is_in, on_meta
 from gemini.pipeline.stages import Stage, Strayed
+from gemini.planning.planes import GRAD
 from gemini.tracing.ahead import loss_of as loss_in
 from gemini.tracing.ahead import rebind_forward
 from gemini.train.params.handle import original_class, stepping_in_backward
@@ -53,7 +54,8 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
     Losses and gradients have the bits of ``for batch in micro_batches: loss(model(**batch), batch).backward()``; with
     ``gradients="retain"`` a stage's sums are rounded once to what is retained, where the loop has fp32 sums. What
     cannot be computed otherwise with the same bits (models that cannot be cut into blocks, embeddings tied to the head,
-    dropout, fp16, updates inside backward, several ranks) is computed in that order, and a warning says why, once.
+    dropout, fp16, updates inside backward, several ranks) is computed in that order, and a warning says why, once. So
+    is, without a warning, what has nothing to move: weights and sums that stay where modules compute.
 
     Args:
         model: a managed model, in training mode.
@@ -92,12 +94,12 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
         try:
             foresight = model.__dict__["_gemini_engine"].store.manager.foresight
             with foresight.scope(foresight.of_stages([stage.chunks for stage in stages])):
-                own_losses = partial(own_loss, stages[-1].loss_of)
-                return breadth_first(model, stages, parts, own_losses, nullcontext, rounds=True)
+                return breadth_first(
+                    model, stages, parts, partial(own_loss, stages[-1].loss_of), nullcontext, rounds=True
+                )
         except Strayed as e:
-            is_torn = e.has_begun or before != [*map(marks_of, model.modules())]
             _seen_of(model).strayed = str(e)
-            if is_torn:
+            if e.has_begun or before != [*map(marks_of, model.modules())]:
                 raise Strayed(
                     f"{e}. A part of the step is made: call zero_grad(), and train_step() again. From now on it "
                     "computes the micro-batches of this model one after another"
@@ -200,7 +202,9 @@ def _entry(
 
 
 def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss | None) -> list[Stage] | str:
-    """A stage for each block, or why depth first; that is warned of once."""
+    """A stage for each block, or why depth first; that is warned of once, unless nothing is lost by it."""
+    if not has_to_move(model):
+        return "nothing would move less often"
     if why := _why_not_now(model):
         return _warned(model, why)
     settings, seen = _settings(model, loss), _seen_of(model)
@@ -220,6 +224,13 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
     if any(getattr(seen.course, name) != getattr(course, name) for course in courses for name in OF_STAGES):
         return _warned(model, "its micro-batches go different ways through it")
     return seen.stages
+
+
+def has_to_move(model: Any) -> bool:
+    """Whether weights or sums of gradients move, or sums are there for a stage alone: block by block is for that."""
+    store, retains = model._gemini_engine.store, model._gemini_engine.config.gradients == "retain"
+    sums = {chunk.planes[GRAD].tier for chunk in store.manager.chunks if GRAD in chunk.planes}
+    return store.moves or retains or bool(sums - {store.device.tier})
 
 
 def _course_of(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> Course | str:

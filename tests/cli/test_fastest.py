@@ -382,7 +382,9 @@ def test_both_orders_are_compared_and_what_runs_it_says_which(
 
 def test_tiles_that_may_be_are_compared_with_none_where_both_fit(tmp_path: Path) -> None:
     """The head in tiles leaves room: on a full GPU the step with them may be the quicker one."""
-    config = llama_config(tmp_path / "config.json", **{**FOUR_BLOCKS, "vocab_size": 8192, "max_position_embeddings": 512})
+    config = llama_config(
+        tmp_path / "config.json", **{**FOUR_BLOCKS, "vocab_size": 8192, "max_position_embeddings": 512}
+    )
     step = {"config": str(config), "machine": "rtx4090", "seq_len": 512, "tokens_per_step": 2048, "fastest": True}
     settings = PlanSettings(**step, tile_tokens="auto", gpu="1700MiB", cpu="2GiB")
     settings.check()

@@ -17,10 +17,9 @@ import gemini
 from gemini.jobs.models import find_model
 from gemini.jobs.train import Run, trace_of
 from gemini.jobs.train_options import Parser, options_of
-from gemini.pipeline import micro_batches
 from gemini.planning.traffic import by_name
 from tests.cli.commands import Command, flat, llama_config, same_weights
-from tests.world import world_of
+from tests.world import steps_by_block, world_of
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_the_step_of_a_plan_is_the_default(
 def by_block() -> Iterator[Any]:
     with (
         warnings.catch_warnings(),
-        mock.patch.object(micro_batches, "breadth_first", wraps=micro_batches.breadth_first) as called,
+        steps_by_block() as called,
     ):
         warnings.filterwarnings("error", message=".*one after another")
         yield called

@@ -14,7 +14,6 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +23,9 @@ from safetensors.torch import load_file
 
 from gemini.jobs import parts
 from gemini.jobs.models import byte_tokenizer
-from gemini.pipeline import micro_batches
 from gemini.planning.rules import RULES
 from tests.cli.commands import Command, flat, refused, same_weights
+from tests.world import steps_by_block
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,7 +134,7 @@ def test_every_trainer_in_both_orders(kind: str, llama: Path, tmp_path: Path) ->
         words = ["--order", order, "--gradient_accumulation_steps", 2, "--save_strategy", "no"]
         with (
             warnings.catch_warnings(record=True) as warned,
-            mock.patch.object(micro_batches, "breadth_first", wraps=micro_batches.breadth_first) as by_block,
+            steps_by_block() as by_block,
         ):
             warnings.simplefilter("always")
             of_kind(kind, llama, tmp_path, *words).ok("--output_dir", tmp_path / order)

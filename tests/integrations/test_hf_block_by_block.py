@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from gemini.integrations.block_by_block import BlockByBlock
 from gemini.integrations.huggingface import GeminiTrainer
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from gemini.pipeline import micro_batches
 from tests.integrations.trainer_cases import Sentences, assert_same_run, llama, make
+from tests.world import steps_by_block
 
 TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
 STEP = {"gradient_accumulation_steps": 4, "max_steps": 5, "save_strategy": "no"}
@@ -23,7 +22,7 @@ STEP = {"gradient_accumulation_steps": 4, "max_steps": 5, "save_strategy": "no"}
 @pytest.fixture(autouse=True)
 def nothing_is_said() -> Iterator[None]:
     """A run in the ordinary order by mistake would pass all comparisons."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), steps_by_block():
         warnings.filterwarnings("error", message=".*one after another")
         yield
 
@@ -48,7 +47,7 @@ def both(folder: Path, kind: type = GeminiTrainer, **how: Any) -> tuple[Any, Any
         seen = Losses()
         trainer, record = make(folder / order, kind, order=order, **(STEP | how))
         trainer.add_callback(seen)
-        with mock.patch.object(micro_batches, "breadth_first", wraps=micro_batches.breadth_first) as by_block:
+        with steps_by_block() as by_block:
             trainer.train()
         runs.append(trainer)
         steps.append(by_block.call_count)
@@ -103,7 +102,7 @@ def test_it_resumes_with_the_bits_of_a_run_that_was_not_interrupted(tmp_path: Pa
     whole.train()
     shutil.rmtree(tmp_path / "checkpoint-4")
     again, record = make(tmp_path, **how)
-    with mock.patch.object(micro_batches, "breadth_first", wraps=micro_batches.breadth_first) as by_block:
+    with steps_by_block() as by_block:
         again.train(resume_from_checkpoint=True)
     assert by_block.call_count == len(record.of("loss")) == 2
     assert_same_run(whole, again)

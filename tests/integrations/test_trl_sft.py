@@ -4,7 +4,6 @@ import shutil
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import datasets
 import peft
@@ -17,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer
 
 import gemini
-from gemini.pipeline import micro_batches
 from tests.integrations.trainer_cases import Record, assert_same_run, llama, make, train_new
+from tests.world import steps_by_block
 
 WORDS = "the a cat dog sat ran on under mat tree and then slept".split()
 LORA = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -82,7 +81,7 @@ def test_sft_block_by_block(make_model: Any, tmp_path: Path) -> None:
         trainer, record = sft(tmp_path / order, ReadyTrainer, model=make_model(), **how)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*one after another")
-            with mock.patch.object(micro_batches, "breadth_first", wraps=micro_batches.breadth_first) as by_block:
+            with steps_by_block() as by_block:
                 trainer.train()
         assert by_block.call_count == (4 if order == "bfs" else 0)
         runs.append(trainer)
@@ -98,7 +97,7 @@ def test_sft_block_by_block(make_model: Any, tmp_path: Path) -> None:
 def test_a_fused_head_that_is_not_used_is_said_once(tmp_path: Path) -> None:
     """With smoothed labels TRL calls the model a second time, for its metrics."""
     trainer, _ = sft(tmp_path, ReadyTrainer, order="bfs", label_smoothing_factor=0.1, save_strategy="no")
-    with warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as warned, steps_by_block():
         warnings.simplefilter("always")
         trainer.train()
     said = [str(each.message) for each in warned if "one after another" in str(each.message)]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import gemini
+from gemini.pipeline import micro_batches
 from gemini.pipeline.stages import Placeholder
 from tests.ranks.parallel_cases import Found, config_for, hybrid_adam, train
 from tests.ranks.pipeline_cases import STEPS, half
@@ -183,6 +184,27 @@ def test_sums_of_a_stage_come_before_windows_that_are_read_later(tmp_path: Any) 
         hybrid_adam(model).step()
         moved.append(model.memory_report()["moved"])
     assert moved[0] == moved[1] and moved[0]["cpu->nvme"] > 0
+
+
+@pytest.mark.parametrize(
+    ("where", "gradients", "by_block"),
+    [("ram", "accumulate", False), ("ram", "retain", True), ("disk", "accumulate", True)],
+)
+def test_where_nothing_moves_micro_batches_are_computed_one_after_another(
+    where: str, gradients: Any, by_block: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is said of it. What is retained has sums for a stage alone."""
+    own, num_calls = micro_batches.breadth_first, 0
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(micro_batches, "breadth_first", counting)
+    model: Any = gemini.GeminiDDP(half().train(), config_for(where, str(tmp_path), gradients=gradients))
+    gemini.train_step(model, unequal(0))
+    assert num_calls == by_block
 
 
 def test_stages_compute_no_loss_where_labels_are_the_inputs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
