@@ -94,9 +94,8 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
         try:
             foresight = model.__dict__["_gemini_engine"].store.manager.foresight
             with foresight.scope(foresight.of_stages([stage.chunks for stage in stages])):
-                return breadth_first(
-                    model, stages, parts, partial(own_loss, stages[-1].loss_of), nullcontext, rounds=True
-                )
+                own_losses = partial(own_loss, stages[-1].loss_of)
+                return breadth_first(model, stages, parts, own_losses, nullcontext, rounds=True)
         except Strayed as e:
             _seen_of(model).strayed = str(e)
             if e.has_begun or before != [*map(marks_of, model.modules())]:
@@ -128,11 +127,10 @@ def breadth_first(
     where gradients are retained narrower.
     """
     gradients = model._gemini_engine.backward.gradients
-    chunks = [stage.chunks for stage in stages]
+    chunks, manager = [stage.chunks for stage in stages], model._gemini_engine.store.manager
     values: list[torch.Tensor | None] = [None] * len(parts)  # of each micro-batch, what the next stage is given
     grads: list[torch.Tensor | None] = [None] * len(parts)  # and its gradient, which backward puts here (`_Entry`)
     held: list[list[Any]] = []  # by stage and micro-batch, the way back; None where nothing before is trained
-    manager = model._gemini_engine.store.manager
     land = gradients.land if model._gemini_engine.ranks.are_alone else None
     at_hand = partial(gradients.homes.at_hand, land=land, rounds=rounds)
     for stage in stages[:-1]:
