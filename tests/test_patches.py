@@ -173,7 +173,16 @@ def test_what_is_put_back_is_listed() -> None:
     """By its name. What a step, or who replaces it, has is nobody else's; what all threads have is replaced for one."""
     listed = {place.rpartition(".")[2] for place in FOR_THE_TIME_OF_A_CALL}
     of_one_object = {"state_dict", "_weight_conversions", "_loss_function", "gather", "is_loaded_in_4bit"}
-    of_one_object |= {"add_adapter", "get_parameter", "num_key_value_groups", "training", "in_forward", "module"}
+    of_one_object |= {
+        "backward",
+        "_call",
+        "add_adapter",
+        "get_parameter",
+        "num_key_value_groups",
+        "training",
+        "in_forward",
+        "module",
+    }
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""

@@ -242,7 +242,7 @@ def copy_grad(dst: Tensor, src: Tensor) -> Sums:
     """
     accepted = (src.dtype, torch.float32) if src.dtype != torch.float32 else FLOAT32
     d, s = check("copy_grad", (("dst", dst, accepted), ("src", src, GRAD)))
-    if dst.is_cuda and (cuda := _cuda_for(dst)):
+    if cuda := _cuda_for(dst):
         return cuda.copy_grad(dst, src)
     if _isa is not None and dst.is_cpu:
         return _native.copy_grad(_isa, d, _dtypes[dst.dtype], s, _dtypes[src.dtype], dst.numel())
@@ -300,7 +300,7 @@ def sum_squares(src: Tensor) -> Sums:
     blocks in order inside a tile. Add the tiles with `total`, or `totals` where they may be on a device.
     """
     (s,) = check("sum_squares", (("src", src, GRAD),))
-    if src.is_cuda and (cuda := _cuda_for(src)):
+    if cuda := _cuda_for(src):
         return cuda.sum_squares(src)
     if _isa is not None and src.is_cpu:
         return _native.sum_squares(_isa, s, _dtypes[src.dtype], src.numel())  # type: ignore[no-any-return]

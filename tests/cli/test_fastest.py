@@ -66,7 +66,7 @@ def draw(number: int, folder: Path) -> Case:
     speeds["update_cpu"] = hardware.figures["update_cpu"].value * 10 ** rng.uniform(-1, 1)
     (folder / "machine.json").write_text(hardware.with_figures("drawn", **speeds).to_json())
     params = decoder_trace(**shape, tokens=length).num_params
-    gpu = int(params * rng.choice([0.5, 2, 6, 20])) + (40 << 20) + (1280 << 20)
+    gpu = int(params * rng.choice([0.5, 2, 6, 20])) + (40 << 20) + (1458 << 20)
     settings = PlanSettings(
         config=str(config),
         machine=str(folder / "machine.json"),
@@ -359,7 +359,7 @@ def test_both_orders_are_compared_and_what_runs_it_says_which(
     hardware = load_hardware("rtx4090")
     slow = {name: hardware.figures[name].value / 30 for name in ("h2d", "d2h")}
     (tmp_path / "slow.json").write_text(hardware.with_figures("drawn", **slow).to_json())
-    sizes = ("--seq-len", 256, "--tokens-per-step", 2048, "--gpu", "1400MiB", "--cpu", "4GiB")
+    sizes = ("--seq-len", 256, "--tokens-per-step", 2048, "--gpu", "1530MiB", "--cpu", "4GiB")
     step = ("plan", config, "--machine", "slow.json", *sizes, "--fastest")
     said = gemini_command.told(*step, "--out", "plan.json")
     best, others = said["fastest"], [other["options"] for other in said["alternatives"]]

