@@ -166,9 +166,7 @@ def human_figure(key: str, value: float) -> str:
         return _human_rate(value, "FLOP/s")
     if unit.startswith("seconds per param"):
         return f"{value * 1e9:.3g} ns"
-    if unit.startswith("seconds"):
-        return f"{value * 1e6:.3g} us"
-    return f"{value:g}"
+    return f"{value * 1e6:.3g} us" if unit.startswith("seconds") else f"{value:g}"
 
 
 def _human_rate(value: float, unit: str) -> str:

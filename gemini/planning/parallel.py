@@ -153,15 +153,10 @@ def stage_trace(trace: MemoryTrace, blocks: Blocks, start: int, stop: int, *, bo
     )
 
 
-def kept_by(trace: MemoryTrace) -> int:
-    """Bytes that a micro-batch keeps between its forward and its backward."""
-    forward = [moment.live_bytes for moment in trace.moments if moment.phase is Phase.FORWARD]
-    return forward[-1] if forward else 0
-
-
 def in_flight(trace: MemoryTrace, number: int) -> MemoryTrace:
-    """The same step, with what so many micro-batches at once keep for backward, this one of them."""
-    more = (number - 1) * kept_by(trace)
+    """The same step, with what so many micro-batches at once keep between forward and backward, this one of them."""
+    forward = [moment.live_bytes for moment in trace.moments if moment.phase is Phase.FORWARD]
+    more = (number - 1) * (forward[-1] if forward else 0)
     return replace(trace, moments=tuple(_of_all(moment, 1, more) for moment in trace.moments))
 
 

@@ -314,6 +314,9 @@ class Graph:
         self.changes: list[Change] = []
         self.begins: list[int] = []
         """Per step, the task that its first moment computes in."""
+        trace, is_in_turn = work.plan.trace, work.problem.offload_to is not None and work.plan.trace.stages
+        # What micro-batches carry away one after another has no time of its own here: it is where the plan has it.
+        self._elsewhere = [*working.carried_away(trace)] if is_in_turn else [0] * len(trace.moments)
         for index in standing(work.plan):
             self.window(-1, index, at_end=True)
 
@@ -346,10 +349,11 @@ class Graph:
     def live(self, task: int, moment: int, before: int) -> int:
         """Activations during and after a moment; returns those after it. On the host no budget counts them."""
         traced = self.work.plan.trace.moments[moment]
+        peak, live = (own - self._elsewhere[moment] for own in (traced.peak_bytes, traced.live_bytes))
         if self.work.problem.compute is Tier.GPU:
-            self.change(task, "activations", traced.peak_bytes - before, at_end=False)
-            self.change(task, "activations", traced.live_bytes - traced.peak_bytes, at_end=True)
-        return traced.live_bytes
+            self.change(task, "activations", peak - before, at_end=False)
+            self.change(task, "activations", live - peak, at_end=True)
+        return live
 
     def carried(self, moment: int, tasks: list[int], *, back: bool, left: int | None = None) -> None:
         """Activations are taken away by ``tasks``, or ``back``: while they are on their way they are in both places.
@@ -362,7 +366,7 @@ class Graph:
         source, target = (away, here) if back else (here, away)
         last = tasks[-1] if left is None else left
         for tier, task, change, at_end in ((target, tasks[0], num_bytes, False), (source, last, -num_bytes, True)):
-            if tier is away or tier is Tier.GPU:
+            if tier is away or (tier is Tier.GPU and not any(self._elsewhere)):
                 self.change(task, "activations", change, at_end=at_end, tier=tier)
 
 

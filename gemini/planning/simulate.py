@@ -105,7 +105,7 @@ def _stalls(graph: Graph, run: TaskTimes, begin: float, end: float) -> dict[str,
 
 def _samples(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Sample, ...]:
     """What every tier holds from ``begin`` on, one sample at every change."""
-    plan, comes_and_goes = graph.work.plan, ("windows", "activations", "saved activations")
+    plan, comes_and_goes = graph.work.plan, ("windows", "activations", "activations in flight", "saved activations")
     # What is there all the time: planes, staging, buffers, scratch between ranks.
     held = {
         tier: {holder: num_bytes for holder, num_bytes in holders.items() if holder not in comes_and_goes}

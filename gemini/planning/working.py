@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate, groupby, pairwise
 
 from gemini.planning.layout import Layout, block_of, page_up
@@ -86,9 +87,7 @@ def staging_sets(compute: Tier, precision: str, *, overlap: bool, many: bool = F
     """
     if not overlap:
         return 1
-    if compute is Tier.GPU:
-        return 4
-    return 2 + (precision == "fp16") + many
+    return 4 if compute is Tier.GPU else 2 + (precision == "fp16") + many
 
 
 def scratch_bytes(ranks: int, piece: int, replicas: int = 1) -> int:
@@ -168,16 +167,22 @@ def _by_block(trace: MemoryTrace) -> list[list[Moment]]:
 
 def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
     """What activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin."""
-    most, waiting, number = 0, 0, trace.micro_batches
+    away = carried_away(trace) if offloaded else [0] * len(trace.moments)
+    most = max((moment.peak_bytes - own for moment, own in zip(trace.moments, away, strict=True)), default=0)
+    return int((max(most, 0) + trace.buffer_bytes) * ACTIVATION_MARGIN)
+
+
+def carried_away(trace: MemoryTrace) -> Iterator[int]:
+    """Bytes by moment that are elsewhere meanwhile, where what is saved for backward is taken to another tier."""
+    waiting, number = 0, trace.micro_batches
     # What a kept block saves counts as there while it runs: much of that is still read.
     for moments in _by_block(trace):
         after = [*accumulate((m.saved_bytes - m.restored_bytes for m in moments), initial=waiting)]
         away = min(after) if len(moments) > 1 else waiting
         # Of all but the one that computes, all that they have saved before the stage or behind it.
         away += (number - 1) * (max(after[0], after[-1]) - away) // number
-        most = max(most, *(moment.peak_bytes - (away if offloaded else 0) for moment in moments))
+        yield from [away] * len(moments)
         waiting = after[-1]
-    return int((most + trace.buffer_bytes) * ACTIVATION_MARGIN)
 
 
 def sums_at_hand(trace: MemoryTrace, layout: Layout) -> int:

@@ -17,7 +17,6 @@ from gemini.planning.parallel import (
     block_by_block,
     breadth_first,
     in_flight,
-    kept_by,
     least_seconds,
     play_mesh,
     stage_trace,
@@ -34,6 +33,11 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 HARDWARE = machine("dgx-a100")
 GIB = 2**30
+
+
+def kept_by(trace: MemoryTrace) -> int:
+    """Bytes that a micro-batch keeps between its forward and its backward."""
+    return [moment.live_bytes for moment in trace.moments if moment.phase is Phase.FORWARD][-1]
 
 
 def traced(**settings: Any) -> MemoryTrace:
@@ -184,6 +188,19 @@ def test_block_by_block_others_wait_with_what_they_have_at_the_ends_of_a_stage()
     tied = replace(one, moments=(*one.moments[:-1], replace(one.moments[-1], params=(len(one.params) - 1,))))
     with pytest.raises(ValueError, match="lm_head.weight of Decoder is read in more than one of its stages"):
         block_by_block(tied, 3)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "serial"])
+def test_what_stages_carry_away_is_never_above_the_budget(schedule: str) -> None:
+    """Micro-batches pass a stage in turn: the inputs of one are there, and of all that wait for it elsewhere."""
+    one = decoder_trace(hidden=256, layers=6, vocab=500, tokens=2048, checkpointing=True)
+    trace, hardware = replace(block_by_block(one, 16), target="cuda"), machine("rtx4090")
+    for gpu in (1500, 1502, 1532):
+        memory = gemini.MemoryBudget(gpu=f"{gpu}MiB", cpu="4GiB")
+        plan = gemini.plan(trace, hardware, memory, gradients="retain", offload_activations="cpu", compute=Tier.GPU)
+        timeline = gemini.simulate(plan, hardware, schedule=schedule)
+        assert plan.problem.offload_to is Tier.CPU
+        assert timeline.peaks[Tier.GPU] <= plan.problem.budgets[Tier.GPU], gpu
 
 
 def test_without_stages_it_is_the_step_that_is_played_alone() -> None:

@@ -68,9 +68,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: for something that is neither a tensor nor an iterable of tensors.
         """
-        if not self._enabled:
-            return outputs
-        return self._tell(super().scale(outputs))
+        return self._tell(super().scale(outputs)) if self._enabled else outputs
 
     def _tell(self, scaled: Any) -> Any:
         """Let the backward of each scaled loss tell the models it meets."""

@@ -145,9 +145,7 @@ def cutting_of(style: str, module: nn.Module, name: str, param: torch.Tensor) ->
         return () if name == "bias" or param.ndim == 1 else (inputs, groups)
     if kind == "embedding_rowwise":
         return 0, 1
-    if kind in ("embedding_colwise", "columns"):
-        return 1, 1
-    return ()
+    return (1, 1) if kind in ("embedding_colwise", "columns") else ()
 
 
 def parts_of(style: str) -> tuple[str, int]:
