@@ -24,6 +24,7 @@ from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
 from gemini.train.setup.problem import structural_trace
 from tests import models
+from tests import standin_device as standin_device  # whose name is known from here on
 from tests.models import working_set
 from tests.plain import DTYPES as DTYPES
 from tests.plain import Plain as Plain
