@@ -47,6 +47,7 @@ def test_every_way_of_writing_a_message_is_read(tmp_path: Path, monkeypatch: pyt
     """And one that cannot be read is noticed, not left out."""
     source = tmp_path / "gemini" / "some.py"
     source.parent.mkdir()
+    assert error_classes()  # read before there is another source
     monkeypatch.setattr(from_source, "ROOT", tmp_path)
 
     def texts(code: str) -> list[str]:
