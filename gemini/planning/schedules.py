@@ -314,9 +314,9 @@ class Graph:
         self.changes: list[Change] = []
         self.begins: list[int] = []
         """Per step, the task that its first moment computes in."""
-        trace, is_in_turn = work.plan.trace, work.problem.offload_to is not None and work.plan.trace.stages
+        trace, self._in_turn = work.plan.trace, work.problem.offload_to is not None and bool(work.plan.trace.stages)
         # What micro-batches carry away one after another has no time of its own here: it is where the plan has it.
-        self._elsewhere = [*working.carried_away(trace)] if is_in_turn else [0] * len(trace.moments)
+        self._elsewhere = [*working.carried_away(trace)] if self._in_turn else [0] * len(trace.moments)
         for index in standing(work.plan):
             self.window(-1, index, at_end=True)
 
@@ -366,7 +366,7 @@ class Graph:
         source, target = (away, here) if back else (here, away)
         last = tasks[-1] if left is None else left
         for tier, task, change, at_end in ((target, tasks[0], num_bytes, False), (source, last, -num_bytes, True)):
-            if tier is away or (tier is Tier.GPU and not any(self._elsewhere)):
+            if tier is away or (tier is Tier.GPU and not self._in_turn):
                 self.change(task, "activations", change, at_end=at_end, tier=tier)
 
 
