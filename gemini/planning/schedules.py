@@ -314,9 +314,9 @@ class Graph:
         self.changes: list[Change] = []
         self.begins: list[int] = []
         """Per step, the task that its first moment computes in."""
-        trace, self._in_turn = work.plan.trace, work.problem.offload_to is not None and bool(work.plan.trace.stages)
-        # What micro-batches carry away one after another has no time of its own here: it is where the plan has it.
-        self._elsewhere = [*working.carried_away(trace)] if self._in_turn else [0] * len(trace.moments)
+        trace, away = work.plan.trace, work.problem.offload_to
+        # By moment, of what is saved for backward: where it is in the plan's own account, which has room for flights.
+        self._elsewhere = [0] * len(trace.moments) if away is None else [*working.carried_away(trace)]
         for index in standing(work.plan):
             self.window(-1, index, at_end=True)
 
@@ -356,18 +356,13 @@ class Graph:
         return live
 
     def carried(self, moment: int, tasks: list[int], *, back: bool, left: int | None = None) -> None:
-        """Activations are taken away by ``tasks``, or ``back``: while they are on their way they are in both places.
-        ``left``: what took them away, if it may still be under way when they are back.
+        """Activations are taken away by ``tasks``, or ``back``: there they are from the first of these on, or until the
+        last. ``left``: what took them away, if it may still be under way when they are back.
         """
-        here, away = self.work.problem.compute, self.work.problem.offload_to
-        if not tasks or away is None:
-            return
-        num_bytes = self.work.carried_bytes(moment, back=back)
-        source, target = (away, here) if back else (here, away)
-        last = tasks[-1] if left is None else left
-        for tier, task, change, at_end in ((target, tasks[0], num_bytes, False), (source, last, -num_bytes, True)):
-            if tier is away or (tier is Tier.GPU and not self._in_turn):
-                self.change(task, "activations", change, at_end=at_end, tier=tier)
+        away, num_bytes = self.work.problem.offload_to, self.work.carried_bytes(moment, back=back)
+        if tasks and away is not None:
+            task, change = (tasks[-1] if left is None else left, -num_bytes) if back else (tasks[0], num_bytes)
+            self.change(task, "activations", change, at_end=back, tier=away)
 
 
 _NOTHING = Hop(Track.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 import gemini
 from gemini.errors import BudgetExceeded
+from gemini.planning import working
 from gemini.planning.costs import Grid, Group, MeshSizes, sent_in_ring
 from gemini.planning.hardware import machine
 from gemini.planning.parallel import (
@@ -190,17 +191,24 @@ def test_block_by_block_others_wait_with_what_they_have_at_the_ends_of_a_stage()
         block_by_block(tied, 3)
 
 
+@pytest.mark.parametrize("number", [1, 16])
 @pytest.mark.parametrize("schedule", ["overlapped", "serial"])
-def test_what_stages_carry_away_is_never_above_the_budget(schedule: str) -> None:
+def test_what_is_carried_away_is_counted_as_in_the_plan(schedule: str, number: int) -> None:
     """Micro-batches pass a stage in turn: the inputs of one are there, and of all that wait for it elsewhere."""
     one = decoder_trace(hidden=256, layers=6, vocab=500, tokens=2048, checkpointing=True)
-    trace, hardware = replace(block_by_block(one, 16), target="cuda"), machine("rtx4090")
+    trace = replace(one if number == 1 else block_by_block(one, number), target="cuda")
+    hardware, away = machine("rtx4090"), [*working.carried_away(trace)]
     for gpu in (1500, 1502, 1532):
         memory = gemini.MemoryBudget(gpu=f"{gpu}MiB", cpu="4GiB")
         plan = gemini.plan(trace, hardware, memory, gradients="retain", offload_activations="cpu", compute=Tier.GPU)
         timeline = gemini.simulate(plan, hardware, schedule=schedule)
         assert plan.problem.offload_to is Tier.CPU
         assert timeline.peaks[Tier.GPU] <= plan.problem.budgets[Tier.GPU], gpu
+        held = {here.get("activations", 0) for here in (sample.held[Tier.GPU] for sample in timeline.samples)}
+        peaks = [moment.peak_bytes - own for moment, own in zip(trace.moments, away, strict=True)]
+        assert max(peaks) == max(held) < max(moment.peak_bytes for moment in trace.moments)
+        waiting = max(sample.held[Tier.CPU].get("activations", 0) for sample in timeline.samples)
+        assert waiting == trace.checkpoint_bytes or (schedule == "overlapped" and 0 < waiting < trace.checkpoint_bytes)
 
 
 def test_without_stages_it_is_the_step_that_is_played_alone() -> None:
