@@ -13,8 +13,9 @@ import inspect
 import math
 import os
 import sys
+import threading
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.patches import replaced
 from gemini.ranks.agree import Attempt, Point
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
@@ -33,7 +36,6 @@ from gemini.train.modules.mixed import TARGETS, cast_floats
 from gemini.train.optimizers.grad_scaler import GradScaler
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.guard import refuse_in
-from gemini.train.passes.hooks import call_as_forward
 
 from .rules import hybrids_of
 from .settings import check_config, check_precision, config_of, resolve_config, warn_half
@@ -65,6 +67,49 @@ def precision_of(plugin: Precision, config: GeminiConfig | None) -> str:
             f"use one of {', '.join(map(repr, _PRECISIONS))}"
         )
     return check_precision(_PRECISIONS[plugin.precision], config, f"Trainer(precision={plugin.precision!r})")
+
+
+_in_place = threading.Lock()
+"""Held where a method comes into the place of a forward or goes from there. Nobody waits while holding it."""
+
+
+class _Method:
+    """A method of a model in the place of its forward, for one thread, until that forward begins. Other threads may do
+    the same meanwhile, or call the model.
+    """
+
+    def __init__(self, model: Any, method: Callable[..., Any]):
+        self._model, self._method, self._thread = model, method, threading.get_ident()
+        self._is_over = False
+        with WHOLE, _in_place:
+            self._own = model.__dict__.get("forward")
+            model.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_over or threading.get_ident() != self._thread:
+            own = type(self._model).forward.__get__(self._model) if self._own is None else self._own
+            return own(*args, **kwargs)
+        self.end()  # calls of the model inside the method run its real forward
+        return self._method(*args, **kwargs)
+
+    def end(self) -> None:
+        """Put back what was there, as soon as nobody who came later stands in front of it."""
+        with WHOLE, _in_place:
+            self._is_over = True
+            own = self._model.__dict__
+            while isinstance(last := own.get("forward"), _Method) and last._is_over:
+                own["forward"] = last._own
+                if last._own is None:
+                    del own["forward"]
+
+
+def call_as_forward(model: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a method of ``model`` as its forward runs: params are ordinary. Calls of the model inside are parts of it."""
+    in_place = _Method(model, method)
+    try:
+        return model(*args, **kwargs)
+    finally:
+        in_place.end()
 
 
 class GeminiPrecision(Precision):
@@ -201,6 +246,7 @@ class GeminiStrategy(DDPStrategy):
         self.config = config
         self.reduce_every_backward = reduce_every_backward
         self._weights_only: bool | None = None
+        self._in_step = False  # whether a step runs as the forward: the model is in its middle, and not interrupted
         super().__init__(**ddp)
 
     @classmethod
@@ -319,7 +365,8 @@ class GeminiStrategy(DDPStrategy):
         module: Any = self.lightning_module
         if not module.automatic_optimization:
             return module.training_step(*args, **kwargs)
-        return call_as_forward(module, self.engine.state, module.training_step, *args, **kwargs)
+        with replaced(self, "_in_step", True):
+            return call_as_forward(module, module.training_step, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -345,7 +392,7 @@ class GeminiStrategy(DDPStrategy):
         if not isinstance(self.model, GeminiDDP):
             return super().lightning_module_state_dict()
         self.engine.state.check_whole()
-        if not self.engine.state.in_method:
+        if not self._in_step:
             self.engine.recovery.forget_interrupted()
         return promised_model_state(super(GeminiDDP, self.managed))
 

@@ -293,8 +293,6 @@ class StepState:
         self.measuring = False  # whether gradients that arrive are measured and thrown away
         self.requires_grad_changed = False
         """Whether ``requires_grad`` of a param was flipped at rest and nobody has followed it yet."""
-        self.in_method = False
-        """Whether a method of the model runs as its forward: calls of the model are inside that one."""
         self.settled_in = self.settled_for = 0
         """The thread (its identifier) in which a forward runs whose modules have nothing to tell any more, because
         nothing moves, no update is awaited and nobody records; and its outermost module (its ``id``). 0 for none."""

@@ -3,6 +3,7 @@
     python tests/hunts/race_hunt.py --seeds 0:1000
     python tests/hunts/race_hunt.py --seeds 417:418          # replays one
     python tests/hunts/race_hunt.py --guess                  # updates inside backward that may be undone
+    python tests/hunts/race_hunt.py --more                   # what a config and a loop may have beside that
     python tests/hunts/race_hunt.py --device cuda            # on a GPU; that of tests/fakegpu tells of races
 
 Each seed draws *what* is trained (model, precision, gradients, clipping: a recipe) and *how* (device, budgets, homes,
@@ -47,7 +48,17 @@ from gemini.memory.devices.pages import PageWindow, StorageWindow  # noqa: E402
 from gemini.memory.movement.transfers import JobThread  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
 from gemini.planning import working  # noqa: E402
-from tests.hunts.race_recipes import Recipe, World, draw_recipe, eval_loss, reference, same_all, train  # noqa: E402
+from gemini.train.activations import store as activations  # noqa: E402
+from tests.hunts.race_recipes import (  # noqa: E402
+    Recipe,
+    World,
+    averages_of,
+    draw_recipe,
+    eval_loss,
+    reference,
+    same_all,
+    train,
+)
 from tests.models import assert_same_bits  # noqa: E402
 from tests.standin_device import StandinDevice  # noqa: E402
 from tests.standins import PieceDevice, RandomClock  # noqa: E402
@@ -87,6 +98,10 @@ class Schedule:
     """Updates begin inside backward before it is known whether they clip."""
     durable: bool = False
     """Weights and states on NVMe are in a store."""
+    kept_blocks: int | None = None
+    offload: str | None = None
+    shared: bool = False
+    """Another model is in the budget, frozen, and evaluated now and then."""
 
     def config(self, budget: int, directory: Path) -> gemini.GeminiConfig:
         memory: dict[str, Any] = {"cpu": "1GiB", "nvme": "64MiB", "nvme_path": directory}
@@ -105,10 +120,12 @@ class Schedule:
         if self.device == "standin":
             make = PieceDevice if self.in_pieces else StandinDevice
             device = make(gate=RandomClock(self.seed), poison=self.poison)
+        budgets = (gemini.SharedBudget if self.shared else gemini.MemoryBudget)(**memory)
         return gemini.GeminiConfig(
             precision=self.recipe.precision, gradients=self.recipe.gradients, device=device, max_chunk=self.max_chunk,
-            memory=gemini.MemoryBudget(**memory), placement=placement, overlap=self.overlap,
-            update_threads=self.update_threads,
+            memory=budgets, placement=placement, overlap=self.overlap, update_threads=self.update_threads,
+            optimizer=self.recipe.rule, states=self.recipe.states, kept_blocks=self.kept_blocks,
+            offload_activations=self.offload,
         )  # fmt: skip
 
 
@@ -159,32 +176,77 @@ def guessing(schedule: Schedule) -> Schedule:
     )  # fmt: skip
 
 
-WHAT_BUDGETS_DEPEND_ON = ("recipe", "device", "homes", "updates_on_gpu", "max_chunk", "tile", "overlap", "durable")
+def more(schedule: Schedule) -> Schedule:
+    """The same with what a config and a loop may have beside that: averages, compact states, a second model in the
+    budget, kept blocks, activations elsewhere, steps block by block.
+    """
+    rng, recipe = random.Random(f"more {schedule.seed}"), schedule.recipe
+    family, kept, offload = recipe.family, None, None
+    if rng.random() < 0.6:
+        family = rng.choice(("llama", "llama", "gpt2"))
+        kept = rng.choice((None, 0, 1, 2))
+        offload = rng.choice((None, "nvme", "nvme" if schedule.device == "cpu" else "cpu"))
+    loop = rng.choice(("plain", "micro_batch", "train_step", "train_step"))
+    in_backward, gradients = recipe.in_backward and loop != "train_step", recipe.gradients
+    if loop == "train_step" and gradients == "transient":
+        gradients = "retain"
+    compact = recipe.precision == "bf16" and rng.random() < 0.3
+    if compact and gradients == "accumulate" and not in_backward and rng.random() < 0.5:
+        gradients = "accumulate_bf16"
+    recipe = replace(
+        recipe, family=family, checkpointing=kept is not None or offload is not None or recipe.checkpointing,
+        loop=loop, in_backward=in_backward, gradients=gradients, states="compact" if compact else "exact",
+        averaged=not compact and rng.random() < 0.5,
+    )  # fmt: skip
+    return replace(schedule, recipe=recipe, kept_blocks=kept, offload=offload, shared=rng.random() < 0.4)
+
+
+WHAT_BUDGETS_DEPEND_ON = (
+    "recipe", "device", "homes", "updates_on_gpu", "max_chunk", "tile", "overlap", "durable", "kept_blocks", "offload",
+    "shared",
+)  # fmt: skip
+
+SUMS = 2**18
+"""More than the fp32 sums of a stage, whose room has to be there for steps block by block."""
 
 _least: dict[tuple[Any, ...], int] = {}
 
 
-def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam]:
-    """The model under the least budget that holds it, and the slack. What the least is, refusals say."""
+def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam, Any]:
+    """The model under the least budget that holds it, and the slack; and the other one of a shared budget. What the
+    least is, refusals say.
+    """
     if not schedule.homes and not schedule.slack:
-        return schedule.recipe.wrap(schedule.config(2**28, directory), guesses=schedule.guesses)
+        return wrap_in(schedule, 2**28, directory)
     key = tuple(getattr(schedule, name) for name in WHAT_BUDGETS_DEPEND_ON)
     budget = _least.get(key, 4096)
     for _ in range(50):
         try:
-            wrapped = schedule.recipe.wrap(schedule.config(budget, directory), guesses=schedule.guesses)
+            wrapped = wrap_in(schedule, budget, directory)
         except gemini.BudgetExceeded as refusal:
             named = re.search(r"budget to at least ([\d.]+ [KMG]iB)", str(refusal))
-            budget = max(budget + 4096, parse_bytes(named[1], what="the error") if named else int(1.1 * budget))
+            least = parse_bytes(named[1], what="the error") if named and not schedule.shared else int(1.1 * budget)
+            budget = max(budget + 4096, least)
+            gc.collect()  # of two models one is there
             continue
         _least[key] = budget
-        if not schedule.slack:
+        by_stages = SUMS if schedule.recipe.loop == "train_step" else 0
+        if not schedule.slack and not by_stages:
             return wrapped
         world_of(wrapped[0]).close()  # a store has one model at a time
         del wrapped
-        budget = int(budget * (1 + schedule.slack))
-        return schedule.recipe.wrap(schedule.config(budget, directory), guesses=schedule.guesses)
+        gc.collect()
+        return wrap_in(schedule, int(budget * (1 + schedule.slack)) + by_stages, directory)
     raise AssertionError("no budget is enough")
+
+
+def wrap_in(schedule: Schedule, budget: int, directory: Path) -> tuple[Any, gemini.HybridAdam, Any]:
+    config, other = schedule.config(budget, directory), None
+    if schedule.shared:  # what is small first
+        memory = replace(config.memory, durable=False)
+        frozen = schedule.recipe.make_model().requires_grad_(False)
+        other = gemini.GeminiDDP(frozen, replace(config, memory=memory, optimizer=None, kept_blocks=None))
+    return *schedule.recipe.wrap(config, guesses=schedule.guesses), other
 
 
 @contextlib.contextmanager
@@ -244,6 +306,7 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
 
         patch(JobThread, "put", late)
         patch(working, "TILE", schedule.tile)
+        patch(activations, "MIN_BYTES", 64)
         undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(schedule.switch_interval)
         yield seen
@@ -252,8 +315,9 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
 class Reader:
     """Reads things at random points, and compares them with what the serial run had at that point."""
 
-    def __init__(self, schedule: Schedule, model: Any, optimizer: gemini.HybridAdam, directory: Path):
+    def __init__(self, schedule: Schedule, model: Any, optimizer: gemini.HybridAdam, other: Any, directory: Path):
         self.schedule, self.recipe, self.model, self.optimizer = schedule, schedule.recipe, model, optimizer
+        self.other = other
         self.worlds = reference(schedule.recipe)[1]
         self.rng = random.Random(f"reads {schedule.seed}")
         commits = schedule.durable and schedule.seed % 3 > 0
@@ -273,6 +337,10 @@ class Reader:
             kinds = ["full_param", "report", "gathered", "eval", "collect"]
             if point == "backward" and not self.recipe.in_backward:
                 kinds.append("full_grad")
+            if self.other is not None:
+                kinds += ["other", "other"]
+            if (self.schedule.shared or self.recipe.averaged) and point in ("step", "end"):
+                kinds += ["parked", "averages", "swapped"]
             if point in ("step", "end"):
                 kinds += ["state_dict", "masters", "states", "full_state", "invariants"]
             if point == "end":
@@ -309,6 +377,18 @@ class Reader:
             same_all(model.state_dict(dtype=torch.float32), world.masters, what)
         elif kind == "states":
             same_all(self.optimizer.state_dict()["state"], world.states, what)
+        elif kind == "other":
+            assert eval_loss(self.recipe, self.other) == self.worlds[0].eval_loss, what
+        elif kind == "parked":
+            with model.parked():
+                assert_same_bits(model.full_param(name, torch.float32), world.masters[name], f"{what} of {name}")
+                if self.other is not None:
+                    self.read("other", world, done)
+        elif kind == "averages":
+            same_all(averages_of(self.recipe, model), world.averages, what)
+        elif kind == "swapped" and self.recipe.averaged:
+            with gemini.EMA(model).swapped_in():
+                same_all(model.state_dict(dtype=torch.float32), world.averages, what)
         elif kind == "full_state":
             self.optimizer.full_state(name)
         elif kind == "invariants":
@@ -344,8 +424,8 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
     before = left_open()
     with disturbed(schedule) as jobs, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, optimizer = wrap(schedule, directory)
-        reader = Reader(schedule, model, optimizer, directory)
+        model, optimizer, other = wrap(schedule, directory)
+        reader = Reader(schedule, model, optimizer, other, directory)
         found = train(schedule.recipe, model, optimizer, reader.watch)
         assert found.losses == steps.losses, ("losses", found.losses, steps.losses)
         assert found.norms == steps.norms, ("norms", found.norms, steps.norms)
@@ -356,12 +436,16 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
             world = worlds[reader.saved_at]
             same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters saved after {reader.saved_at}")
             same_all(optimizer.state_dict()["state"], world.states, f"states saved after {reader.saved_at}")
-        check_invariants(model)
+        same_all(averages_of(schedule.recipe, model), worlds[reader.saved_at].averages, "final averages")
+        for each in (model, other) if schedule.shared else (model,):
+            check_invariants(each)
         reader.seen["kept"] = world_of(model).guesses.num_kept
         reader.seen["undone"] = world_of(model).guesses.num_undone
         reader.seen["evictions"] = world_of(model).num_evictions
         seen = reader.seen + jobs
-        del reader, optimizer, model
+        del reader, optimizer, model, other
+        with contextlib.suppress(NameError):
+            del each
         gc.collect()
     check_nothing_left(before)
     return seen
@@ -432,6 +516,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--device", choices=("cpu", "standin", "cuda"), help="for every schedule (default: drawn)")
     parser.add_argument("--guess", action="store_true", help="updates inside backward that may be undone, in all")
+    parser.add_argument("--more", action="store_true", help="averages, kept blocks, block by block, ...")
     parser.add_argument("--verbose", action="store_true", help="a line for each schedule, before it runs")
     args = parser.parse_args()
     first, last = map(int, args.seeds.split(":"))
@@ -445,6 +530,8 @@ def main() -> int:
         schedule = draw(seed) if args.device is None else replace(draw(seed), device=args.device)
         if args.guess:
             schedule = guessing(schedule)
+        if args.more:
+            schedule = more(schedule)
         if runtime is not None:
             runtime.draw_from(seed % 3 and seed)  # each third: as late as it may be
         if args.verbose:

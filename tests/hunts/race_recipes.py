@@ -5,7 +5,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 import gemini
 from gemini.train.update.guess import GuessRecord
 from tests import models
-from tests.scaling import backward, clip_grads, make_step, new_scaler
+from tests.scaling import backward, clip_grads, make_step, new_scaler, scaler_of
 from tests.world import world_of
 
 NUM_STEPS = 3
@@ -37,10 +37,20 @@ class Recipe:
     gradients: str
     in_backward: bool
     max_norm: float | None
+    loop: str = "plain"
+    """How the micro-batches of a step are computed: "plain", with "micro_batch" or with "train_step"."""
+    averaged: bool = False
+    """Whether params have a moving average."""
+    states: str = "exact"
 
     @property
     def num_micro(self) -> int:
-        return 2 if self.gradients == "accumulate" else 1
+        sums = self.gradients.startswith("accumulate") or self.loop == "train_step"
+        return (3 if self.loop == "train_step" else 2) if sums else 1
+
+    @property
+    def rule(self) -> gemini.rules.UpdateRule | None:
+        return gemini.optim.AveragedRule(decay=0.75) if self.averaged else None
 
     def make_model(self) -> nn.Module:
         """The same weights every time."""
@@ -99,6 +109,7 @@ class World:
     masters: dict[str, torch.Tensor]
     states: dict[int, dict[str, torch.Tensor]]
     eval_loss: float
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
     grads: dict[str, torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -117,7 +128,16 @@ def train(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam, watch: Calla
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + done)
         batches = recipe.batches(done)
-        for number, batch in enumerate(batches):
+        if recipe.loop == "train_step":
+            parts = [models.on(model.device, batch) for batch in batches]
+            losses = gemini.train_step(model, parts, partial(scaled_loss, model, len(parts)))
+            steps.losses |= {(done, number): loss.item() for number, loss in enumerate(losses)}
+            del parts, losses
+        for number, batch in enumerate(batches) if recipe.loop == "micro_batch" else ():
+            part = models.on(model.device, batch)
+            with contextlib.nullcontext() if number == len(batches) - 1 else model.no_sync():
+                steps.losses[done, number] = model.micro_batch(partial(micro_batch, model, len(batches), part))
+        for number, batch in enumerate(batches) if recipe.loop == "plain" else ():
             with contextlib.nullcontext() if number == len(batches) - 1 else model.no_sync():
                 loss = model(**models.on(model.device, batch)).loss
                 watch("forward", done)
@@ -137,6 +157,22 @@ def train(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam, watch: Calla
     return steps
 
 
+def scaled_loss(model: Any, number: int, output: Any, part: Any = None) -> torch.Tensor:
+    return scaler_of(model).scale(output.loss / number)
+
+
+def micro_batch(model: Any, number: int, part: dict[str, torch.Tensor]) -> float:
+    loss = scaled_loss(model, number, model(**part))
+    loss.backward()
+    return loss.item()
+
+
+def averages_of(recipe: Recipe, model: Any) -> dict[str, torch.Tensor]:
+    if not recipe.averaged:
+        return {}
+    return {name: gemini.EMA(model).full_param(name) for name, _ in model.named_parameters()}
+
+
 def eval_loss(recipe: Recipe, model: Any, mode: Any = torch.no_grad) -> float:
     model.eval()
     with mode():
@@ -148,7 +184,8 @@ def eval_loss(recipe: Recipe, model: Any, mode: Any = torch.no_grad) -> float:
 def look(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam) -> World:
     """All that there is to see; the order of the groups' params is the same in every run."""
     states = optimizer.state_dict()["state"]
-    return World(model.state_dict(), model.state_dict(dtype=torch.float32), states, eval_loss(recipe, model))
+    weights, masters = model.state_dict(), model.state_dict(dtype=torch.float32)
+    return World(weights, masters, states, eval_loss(recipe, model), averages_of(recipe, model))
 
 
 @cache
@@ -156,7 +193,7 @@ def reference(recipe: Recipe) -> tuple[Steps, list[World]]:
     """Everything in memory and in turn."""
     config = gemini.GeminiConfig(
         device="cpu", memory=gemini.MemoryBudget(cpu="1GiB"), precision=recipe.precision, gradients=recipe.gradients,
-        overlap=False,
+        overlap=False, optimizer=recipe.rule, states=recipe.states,
     )  # fmt: skip
     model, optimizer = recipe.wrap(config)
     worlds = [look(recipe, model, optimizer)]

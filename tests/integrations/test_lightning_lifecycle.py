@@ -1,12 +1,13 @@
 """A managed LightningModule before, between and after the runs of a Trainer: what it is then, and that it can go on."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch.strategies.strategy as lightning_strategy
 import pytest
 import torch
-from gemini.integrations.lightning import GeminiStrategy
+from gemini.integrations.lightning import GeminiStrategy, call_as_forward
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning_cases import L, Tiny, alone, assert_same, config, fit, loader, on_disk, plain_loop, state_of, trainer  # noqa: F401
 from torch import nn
@@ -226,3 +227,36 @@ def test_sync_batchnorm_is_put_in_before() -> None:
     run.fit(module, loader(4))
     assert type(module.norm) is nn.SyncBatchNorm and module.norm.weight._gemini is not None
     assert L is not None
+
+
+def test_methods_of_several_threads_run_in_the_place_of_one_forward() -> None:
+    """Each thread its own, and who calls the model meanwhile gets its forward; then it is as it was."""
+    model: Any = gemini.GeminiDDP(nn.Linear(2, 2), gemini.GeminiConfig(device="cpu", precision="fp32"))
+    x, both, done = torch.ones(1, 2), threading.Barrier(2), threading.Event()
+    found: dict[str, Any] = {}
+
+    class Waits(nn.Module):
+        """In front of the first forward, which stands still between its method's coming and its beginning."""
+
+        def __call__(self, module: nn.Module, args: Any) -> None:
+            if threading.current_thread().name == "first" and not done.is_set():
+                both.wait(20)
+                assert done.wait(20)
+
+    hook = model.register_forward_pre_hook(Waits(), prepend=True)
+
+    def first() -> None:
+        found["first"] = call_as_forward(model, lambda x: ("first", model(x)), x)
+
+    thread = threading.Thread(target=first, name="first")
+    thread.start()
+    both.wait(20)
+    found["plain"] = model(x)
+    found["second"] = call_as_forward(model, lambda x: ("second", model(x)), x)
+    done.set()
+    thread.join()
+    hook.remove()
+    assert found["first"][0] == "first" and found["second"][0] == "second"
+    for value in (found["plain"], found["first"][1], found["second"][1]):
+        assert torch.equal(value, found["plain"])
+    assert "forward" not in model.__dict__ and torch.equal(model(x), found["plain"])

@@ -19,7 +19,6 @@ from gemini.errors import GeminiError
 from gemini.memory.devices.cuda import FRAGMENTS, CudaDevice, prefer_expandable_segments
 from gemini.memory.devices.pages import PageWindow
 from gemini.tiers import Tier
-from gemini.train.passes.hooks import call_as_forward
 from tests.standin_device import StandinDevice
 from tests.train.helpers import (
     Blocks,
@@ -298,12 +297,14 @@ def test_a_forward_that_has_changed_something_is_not_made_again(what: str, why: 
 
 def test_a_method_that_is_called_as_the_forward_is_not_made_again(tmp_path: Path) -> None:
     """The second call would run the model's own forward."""
+    from gemini.integrations.lightning import call_as_forward
+
     model = roomy(Dropping(), tmp_path)
     with (
         refuse_next(nn.functional, "dropout"),
         pytest.raises(torch.OutOfMemoryError, match="changed forward of a Drop"),
     ):
-        call_as_forward(model, world_of(model).state, lambda: model(noise(2, 5, 32)).sum() * 2)
+        call_as_forward(model, lambda: model(noise(2, 5, 32)).sum() * 2)
     with refuse_next(nn.functional, "dropout"), pytest.warns(UserWarning, match="made once more"):
         model(noise(2, 5, 32))
 

@@ -22,7 +22,6 @@ from torch import nn
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
-from gemini.patches import replaced
 from gemini.train.modules import changing
 from gemini.train.modules.calls import begin_backward_of, passes_of
 from gemini.train.modules.changing import CompiledParts, hook_around, refuse_compiled_whole, refuse_inside_compiled
@@ -232,7 +231,7 @@ def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], residen
         state = passes.state
         # First of all: what an interrupt has left open would make the rest of this hook go wrong. Inside another call
         # of this thread nothing was interrupted.
-        if state.num_open and not state.in_method and not passes.forward.calls.depth:
+        if state.num_open and not passes.forward.calls.depth:
             passes.recovery.forget_interrupted()
         # Looked up and not imported: importing the compiler takes seconds.
         is_compiler_there = "torch._dynamo" in sys.modules
@@ -274,28 +273,6 @@ def follow_compiled(model: nn.Module, passes: Passes) -> None:
             hook.remove()
         del hooks[NUM_ROOT_HOOKS:]
         _attach_parts(structure, passes, hooks, waits)
-
-
-def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a method of ``model`` as its forward runs: params are ordinary. Calls of the model inside are parts of it."""
-    # Put back as soon as forward has begun, so that calls of the model inside the method run its real forward.
-    own = model.__dict__.get("forward")
-
-    def restore() -> None:
-        model.__dict__.pop("forward", None)
-        if own is not None:
-            model.__dict__["forward"] = own
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        restore()
-        with replaced(state, "in_method", True):
-            return method(*args, **kwargs)
-
-    model.__dict__["forward"] = forward
-    try:
-        return model(*args, **kwargs)
-    finally:
-        restore()
 
 
 def _pre(ref: weakref.ref[Passes], chunks: Chunks, resident: Chunks, keep: Chunks, *, is_entrance: bool) -> Pre:
