@@ -26,8 +26,10 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.optim.around import AveragedRule
 from gemini.patches import replaced
 from gemini.ranks.agree import Attempt, Point
+from gemini.rules import rule_of
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
@@ -37,6 +39,7 @@ from gemini.train.optimizers.grad_scaler import GradScaler
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.guard import refuse_in
 
+from .lightning_averages import Decay, keep_averages
 from .rules import hybrids_of
 from .settings import check_config, check_precision, config_of, resolve_config, warn_half
 from .torch_files import keep_promises, promised_model_state, promised_optimizer_state, write_torch_file
@@ -52,7 +55,7 @@ try:
 except ImportError as e:
     raise ImportError(f"gemini.integrations.lightning needs Lightning 2.6 or newer ({e}): pip install lightning") from e
 
-_REFUSED_CALLBACKS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning"}
+_REFUSED_CALLBACKS = {"StochasticWeightAveraging", "ModelPruning"}
 _DDP_ARGUMENTS = {*inspect.signature(ParallelStrategy).parameters, "process_group_backend", "timeout"}
 _PRECISIONS = {"32-true": "no", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
 """In accelerate's words: "32-true" is also what Lightning says when its user said nothing."""
@@ -247,6 +250,7 @@ class GeminiStrategy(DDPStrategy):
         self.reduce_every_backward = reduce_every_backward
         self._weights_only: bool | None = None
         self._in_step = False  # whether a step runs as the forward: the model is in its middle, and not interrupted
+        self._decay: Decay | None = None
         super().__init__(**ddp)
 
     @classmethod
@@ -301,6 +305,12 @@ class GeminiStrategy(DDPStrategy):
         with torch.device("cpu"):
             yield
 
+    def setup_environment(self) -> None:
+        """The first call of a run: callbacks are set up only then."""
+        super().setup_environment()
+        module: Any = self.lightning_module
+        self._decay = keep_averages(module.trainer.callbacks)
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Manage the model and, to fit, its optimizers. The order matters: weights of a checkpoint come after it."""
         assert self.accelerator is not None and self.lightning_module is not None
@@ -309,8 +319,8 @@ class GeminiStrategy(DDPStrategy):
             if _REFUSED_CALLBACKS & {base.__name__ for base in type(callback).__mro__}:
                 raise GeminiError(
                     f"{type(callback).__name__} copies and rewrites the weights behind Gemini's back: leave the "
-                    "callback out. Moving averages: GeminiConfig(optimizer=gemini.optim.AveragedRule(decay=0.999)) and "
-                    "gemini.EMA(module)"
+                    "callback out. Averages of weights are possible: EMAWeightAveraging, and WeightAveraging with a "
+                    "should_update of your own"
                 )
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.model = self._manage(self.lightning_module, fitting)
@@ -321,6 +331,8 @@ class GeminiStrategy(DDPStrategy):
     def _manage(self, module: Any, fitting: bool) -> Any:
         compute = self.precision_plugin.compute  # type: ignore[attr-defined]
         config = resolve_config(self.config, compute, self.root_device)
+        if self._decay is not None:
+            config = dataclasses.replace(config, optimizer=AveragedRule(rule_of(config.optimizer), self._decay))
         if (existing := config_of(module)) is not None:
             known = dataclasses.replace(existing, device=existing.device or str(self.root_device))
             if known.precision != compute or (self.config is not None and known != config):

@@ -23,6 +23,8 @@ warnings.filterwarnings("ignore", module="lightning")
 
 import lightning as L  # noqa: E402
 
+from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: E402
+
 import gemini  # noqa: E402
 from gemini.train.sharding.reduction import Reduction  # noqa: E402
 
@@ -228,6 +230,7 @@ def main(out: str) -> None:
 
     half = trainer(GeminiStrategy(config("bf16")), **settings)
     half.fit(Tiny(), batches_of(half.global_rank))
+    found["half"] = state_of(half.lightning_module)
     half.save_checkpoint(Path(out) / "two.ckpt")
     blocked.clear()
     often, each = Tiny(), trainer(GeminiStrategy(config("bf16"), reduce_every_backward=True), **settings)
@@ -237,6 +240,15 @@ def main(out: str) -> None:
     resumed = Tiny()
     again.fit(resumed, batches_of(again.global_rank), ckpt_path=Path(out) / "two.ckpt")
     found["resumed"], found["resumed losses"] = state_of(resumed), resumed.losses
+    averaging = trainer(GeminiStrategy(config("bf16")), callbacks=[EMAWeightAveraging(decay=0.5)], **settings)
+    averaged = Tiny()
+    averaging.fit(averaged, batches_of(averaging.global_rank), loader(4))
+    found["averaged"] = state_of(averaged)
+    rule = gemini.optim.AveragedRule(decay=lambda step: 0.5 if step > 1 else 0.0)
+    own = config("bf16", optimizer=rule)
+    by_hand, _, _ = plain_loop(Tiny(), own, batches_of(averaging.global_rank), accumulate=2, clip=0.5)
+    with gemini.EMA(by_hand).swapped_in():
+        found["averaged by hand"] = by_hand.state_dict(dtype=torch.float32)
     try:
         (Path(out) / "taken").write_text("a file where a folder would have to be")
         again.save_checkpoint(Path(out) / "taken" / "x.ckpt")

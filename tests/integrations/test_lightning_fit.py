@@ -242,7 +242,7 @@ def test_wrapped_by_hand_first(tmp_path: Path) -> None:
 # ---- refusals of the strategy ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("callback", [StochasticWeightAveraging(swa_lrs=1e-3), EMAWeightAveraging()])
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(swa_lrs=1e-3)])
 def test_weight_averaging_is_refused(callback: Any) -> None:
     with pytest.raises(gemini.GeminiError, match="behind Gemini's back"):
         fit(Tiny(), "gemini", 4, callbacks=[callback])

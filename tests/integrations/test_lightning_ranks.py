@@ -61,6 +61,16 @@ def test_two_ranks_resume(job: Any) -> None:
         assert rank["resumed losses"] == rank["losses"][6:]
 
 
+def test_two_ranks_end_with_the_averages_of_a_callback(job: Any) -> None:
+    """Bit for bit those of the loop by hand with the same rule."""
+    first, second = job[1]
+    assert_same(second["averaged"], first["averaged"])
+    for name, value in first["averaged by hand"].items():
+        if name != "seen":
+            assert torch.equal(first["averaged"][f"master/{name}"], value), name
+            assert not torch.equal(value, first["half"][f"master/{name}"]), name
+
+
 def test_one_file_for_any_number_of_ranks(job: Any) -> None:
     out, (first, _) = job
     module = Tiny()
