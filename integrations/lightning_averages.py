@@ -24,8 +24,8 @@ from gemini.train.averages import EMA
 from gemini.train.params.handle import params_of
 
 _EPOCHS = (
-    "an average at the end of an epoch is not possible with strategy='gemini', whose averages are made in the pass of an "
-    "optimizer step. Leave update_starting_at_epoch out, or let should_update(step_idx=) say when"
+    "an average at the end of an epoch is not possible with strategy='gemini', whose averages are made in the pass of "
+    "an optimizer step. Leave update_starting_at_epoch out, or let should_update(step_idx=) say when"
 )
 
 

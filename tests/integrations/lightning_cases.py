@@ -22,7 +22,6 @@ for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
 warnings.filterwarnings("ignore", module="lightning")
 
 import lightning as L  # noqa: E402
-
 from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: E402
 
 import gemini  # noqa: E402

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from gemini.integrations.lightning import GeminiStrategy
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import gemini
-from gemini.integrations.lightning import GeminiStrategy
 from tests.integrations.lightning_cases import Tiny, alone, config, fit, loader, on_disk, trainer
 
 __all__ = ["alone"]  # a fixture

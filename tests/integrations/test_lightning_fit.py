@@ -7,7 +7,6 @@ import pytest
 import torch
 from gemini.integrations.lightning import GeminiStrategy
 from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
     LearningRateFinder,
     LearningRateMonitor,
     StochasticWeightAveraging,
