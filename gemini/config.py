@@ -165,7 +165,7 @@ class GeminiConfig:
 
     @property
     def eviction_policy(self) -> EvictionPolicy | None:
-        """Who decides what is evicted; None where the moves are to cost least."""
+        """The policy that decides what is evicted; None where the moves are to cost least."""
         if not isinstance(self.eviction, str):
             return self.eviction
         return None if self.eviction == "auto" else POLICIES[self.eviction]()

@@ -193,7 +193,7 @@ class Ledger:
         return False
 
     def _in_turn(self, want: Want) -> list[tuple[Ledger, Turn, weakref.WeakMethod[Any]]]:
-        """Who may be asked, in turn; of one turn those of other models first, which do not compute just now."""
+        """Those who may be asked, in turn; of one turn those of other models first, which do not compute just now."""
         asking = want.asking - want.given
         own = [(self, turn, method) for turn, tier, method in self._reclaimers if turn in asking and tier is want.tier]
         if self._pool is None or not want.asks_others:
@@ -247,7 +247,7 @@ class Ledger:
         return self._accounts[tier].budget
 
     def share(self, tier: Tier) -> int:
-        """What may be used at most: of a shared budget, what the other models do not keep."""
+        """Bytes that may be used at most: of a shared budget, what the other models do not keep."""
         return self.budget(tier) - (0 if self._pool is None else self._pool.kept_by_others(self, tier))
 
     def used(self, tier: Tier) -> int:
@@ -261,7 +261,7 @@ class Ledger:
         return self._left(tier) - self._accounts[tier].used
 
     def _left(self, tier: Tier) -> int:
-        """What may be used just now."""
+        """Bytes that may be used just now."""
         return self._accounts[tier].budget if self._pool is None else self._pool.left_to(self, tier)
 
     def of_windows(self, tier: Tier) -> int:

@@ -101,7 +101,7 @@ def replaced_for_thread(owner: Any, name: str, function: Callable[..., Any]) -> 
 
 
 def original(owner: Any, name: str) -> Any:
-    """What a module or a class has where no thread has replaced it."""
+    """The attribute of a module or a class where no thread has replaced it."""
     with _lock:
         found = _by_thread.get((owner, name))
         return getattr(owner, name, None) if found is None else found.before

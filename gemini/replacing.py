@@ -28,7 +28,7 @@ _AFTER_NEW = re.compile(r"(\d{1,18})(?:-([0-9a-f]{8})-\d+)?(?:\.old)?")
 
 
 def place_of(name: str | os.PathLike[str]) -> Path:
-    """Where ``name`` leads: absolute, so that it stays the same wherever the process goes, and no symbolic link, which
+    """The path of ``name``: absolute, so that it stays the same wherever the process goes, and no symbolic link, which
     renaming would replace instead of what it points to. Raises StorageError for a relative one, if the folder that the
     process works in was removed; for what is no path.
     """
@@ -76,7 +76,7 @@ def end(work: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Where to write what is to be the file ``path``: on the disk and under that name when the block has ended well.
+    """A draft to write, which is the file ``path``, on the disk and under that name, when the block has ended well.
     Raises OSError; an existing file is then as it was.
     """
     path = place_of(path)
@@ -92,7 +92,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """What was written to a file, or which names a folder has, is on the disk."""
+    """Bring what was written to a file, or which names a folder has, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -132,7 +132,7 @@ def restore(final: Path) -> None:
 
 
 def find(final: Path) -> Path:
-    """Where what is called ``final`` stands. Raises StorageError if there is none."""
+    """The place of what is called ``final``. Raises StorageError if there is none."""
     with of_storage(f"cannot read {final}"):
         for path in (final, _old_name(final), final):  # again: it may have been renamed while we looked
             if _stands(path):
@@ -146,7 +146,7 @@ def find(final: Path) -> Path:
 
 
 def leftovers(folder: Path, name: str | None = None) -> list[Path]:
-    """What processes were writing in ``folder`` (for ``name`` alone, if it is given) that are dead by now."""
+    """Files that processes which are dead by now were writing in ``folder`` (for ``name`` alone, if given)."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         head, new, tail = path.name.rpartition(".new-")
@@ -217,7 +217,7 @@ def _old_name(final: Path) -> Path:
 
 
 def _stamp(pid: int) -> str | None:
-    """What tells the process ``pid`` from all others that had or will have its number: when it began, in which boot of
+    """A mark of the process ``pid`` alone, of all that had or will have its number: when it began, in which boot of
     the machine. None if there is none (or one that has ended and that nobody has waited for).
     """
     try:

@@ -101,7 +101,7 @@ class Hyper(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateRule(ABC):
-    """What is to be written for a rule: ``spec``, ``defaults`` or ``hypers``, :meth:`scalars` and :meth:`update`."""
+    """A rule to be written: ``spec``, ``defaults`` or ``hypers``, :meth:`scalars` and :meth:`update`."""
 
     spec: ClassVar[RuleSpec]
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -148,7 +148,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Hashable:
-        """What an update needs beside tensors, fixed when ``optimizer.step()`` is called.
+        """Numbers that an update needs beside tensors, fixed when ``optimizer.step()`` is called.
 
         Args:
             group: the param group.

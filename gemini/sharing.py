@@ -62,15 +62,15 @@ class Pool:
         return self._budgets[tier]
 
     def left_to(self, ledger: Ledger, tier: Tier) -> int:
-        """What the others leave of the budget just now."""
+        """Bytes that the others leave of the budget just now."""
         return self._budgets[tier] - sum(other.used(tier) for other in self.members() if other is not ledger)
 
     def kept_by_others(self, ledger: Ledger | None, tier: Tier) -> int:
-        """What the others never give back, while they are there."""
+        """Bytes that the others never give back, while they are there."""
         return sum(other.kept(tier) for other in self.members() if other is not ledger)
 
     def needed_by_others(self, ledger: Ledger | None, tier: Tier) -> int:
-        """What one of the others needs besides, while it computes, at most."""
+        """Bytes that one of the others needs besides, while it computes, at most."""
         return max((other.needs.get(tier, 0) for other in self.members() if other is not ledger), default=0)
 
     def note_peak(self, tier: Tier, used: int) -> None:
@@ -144,7 +144,7 @@ class SharedBudget(MemoryBudget):
         return cls(**{each.name: getattr(memory, each.name) for each in fields(memory)}, later=later)
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """What all models have together, by the name of a tier: "budget", "used" and "peak" in bytes, and "holders",
+        """Bytes of all models together, by the name of a tier: "budget", "used" and "peak" in bytes, and "holders",
         bytes by what uses them. ``model.memory_report()`` has those of one model.
         """
         return self.pool.report()

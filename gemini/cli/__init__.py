@@ -33,7 +33,7 @@ _SPINS = "1000"
 
 
 class Command(NamedTuple):
-    """What a command does, and the record of its options, None: TRL's. The job of a record is the function of its name
+    """A command: what it does, and its record of options, None: TRL's. The job of a record is the function of its name
     in the module of its name, which is imported when it is asked for, since torch takes seconds.
     """
 

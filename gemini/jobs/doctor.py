@@ -99,7 +99,7 @@ def _version(name: str) -> str:
 
 
 def _cpu_name() -> str:
-    """As Linux has it, or what Python knows."""
+    """The processor's name as Linux has it, or as Python knows it."""
     with suppress(OSError):
         if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
             return found[1]
@@ -196,7 +196,7 @@ def measure_hooks(name: str = "cuda", repeats: int = 15) -> Figures:
 
 
 def _store(directory: Path) -> Iterator[str]:
-    """What would be resumed from a store, and whether all of it is what was written; a StorageError if it is not."""
+    """Say what would be resumed from a store, and whether it is all that was written; a StorageError if not."""
     stored = open_store(directory)
     manifest, (record, *_) = stored.manifest, stored.commit.records
     # Before anything is printed: a run that goes on may remove the folder with its first commit to a newer one.

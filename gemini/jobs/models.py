@@ -91,7 +91,7 @@ def lora_on(rank: int) -> Callable[..., Any]:
 
 
 def hush() -> None:
-    """What libraries say beside a job would stand in the middle of its lines; all but the first process are silent."""
+    """Silence libraries, whose words would stand in the middle of a job's lines, and all processes but the first."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # Of what the libraries will rename, nobody who runs a command can change a call.

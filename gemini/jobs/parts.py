@@ -100,7 +100,7 @@ def words_of(rows: Any) -> str:
 
 
 def check_start(resume: str | None, out: Path, store: Path | None = None) -> str:
-    """What to say of where a run begins. Raises JobError if the checkpoint that ``resume`` names is not there, or
+    """Words for where a run begins. Raises JobError if the checkpoint that ``resume`` names is not there, or
     starting anew would mix with what is in ``out`` or in the durable store ``store``.
     """
     is_newest = resume in NEWEST

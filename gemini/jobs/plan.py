@@ -61,7 +61,7 @@ def plan(settings: PlanSettings, console: Console) -> int:
 
 
 def _plan_whole(way: Way, status: Status) -> Answer:
-    """Of a model that ranks share as params alone, perhaps with others that compute in turn, before it."""
+    """The step of a model that ranks share as params alone, perhaps with others that compute in turn, before it."""
     found, candidates = list[Found](), 0
     if way.settings.chooses:
         way, found, candidates = choose(way, status)
@@ -172,10 +172,8 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
         best, sizes = found[0], found[0].sizes
         trace, made, timeline = way.trace(tp=sizes.tp, cp=sizes.cp), best.slowest.plan, best.slowest.timeline
         report = describe(settings, machine, made.trace, made, timeline, best=best)
-    samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
     num_params = params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params
     report |= {
-        "batch": {"input_ids": (samples, length * trace.context_parallel)},
         "num_params": num_params,
         "num_trained": num_params,
         "ranks": sizes.ranks,
@@ -201,6 +199,9 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
             for o in found[1 : RUNNERS_UP + 1]
         ],
     }
+    if trace.context_parallel > 1:  # it has a part of each sequence
+        samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
+        report["batch"] = {"input_ids": (samples, length * trace.context_parallel)}
     return report, made, timeline
 
 

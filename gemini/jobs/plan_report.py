@@ -106,7 +106,7 @@ def named(of: Mapping[Tier, Any]) -> dict[str, Any]:
 
 
 def _beside(plan: Plan, together: Together | None) -> dict[Tier, dict[str, int]]:
-    """What each tier holds, of other models by their names; the context of a GPU is of all."""
+    """Bytes of each tier, of other models by their names; the context of a GPU is of all."""
     held = {tier: dict(of_tier) for tier, of_tier in plan.held.items()}
     if together is None:
         return held
@@ -178,7 +178,7 @@ FEW_STEPS = 100_000
 
 
 def screen(report: Report) -> list[RenderableType]:
-    """What ``say`` prints: parts with an empty line between them."""
+    """The parts that ``say`` prints, with an empty line between them."""
     found: list[RenderableType] = []
     for part in (_head, _verdict, _mesh, _homes, _in_turn, _facts, _alternatives):
         lines = [*part(report)]
@@ -256,7 +256,7 @@ def _mesh(report: Report) -> Iterator[RenderableType]:
 
 
 def _homes(report: Report) -> Iterator[RenderableType]:
-    """Who lives where: a row for each kind of content, a column for each tier."""
+    """The homes: a row for each kind of content, a column for each tier."""
     held, update, budgets = report["held"], report["update"], report["budgets"]
     if not held:
         return
@@ -341,7 +341,7 @@ def _time(report: Report, step: Report) -> Iterator[RenderableType]:
 
 
 def _alternatives(report: Report) -> Iterator[RenderableType]:
-    """What else there is: of ``--fastest`` a line each, since all of them fit and compute the same."""
+    """Alternatives: of ``--fastest`` a line each, since all of them fit and compute the same."""
     if report["fastest"]:
         for number, other in enumerate(report["alternatives"] if report["step"] else ()):
             words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['result']}"

@@ -45,7 +45,7 @@ ROUNDED = 1.01  # more than a tier has by less than this is the number on its bo
 
 
 class Machine(NamedTuple):
-    """What there is to plan for."""
+    """A machine to plan for."""
 
     budgets: dict[Tier, int]  # bytes of one machine
     origins: dict[Tier, str]  # where they come from, if they were not given
@@ -105,7 +105,7 @@ def machine_of(settings: PlanSettings) -> Machine:
 def problem_of(
     settings: PlanSettings, machine: Machine, trace: MemoryTrace, where: str | None = None, *, overlap: bool = True
 ) -> Problem:
-    """What is placed; ``where``: the inputs of checkpointed blocks wait. ``overlap``: with room for every worker."""
+    """Pose what is placed; ``where``: the inputs of checkpointed blocks wait. ``overlap``: room for every worker."""
     return pose_problem(
         trace,
         machine.budgets_of_rank,
@@ -219,7 +219,7 @@ class Way:
         return self.changed(tile_tokens=None).trace() if self.settings.tile_tokens == "auto" else self.trace()
 
     def least(self) -> float:
-        """What the step takes at least, computing alone without tiles, or moving what is saved away: seconds, or
+        """The least that the step takes, computing alone without tiles, or moving what is saved away: seconds, or
         micro-batches without speeds.
         """
         machine = self.machine
@@ -236,7 +236,7 @@ class Way:
 
 
 class Traces:
-    """What was traced and read for one answer. ``of_two``: steps of alike layers or kept blocks come of two others."""
+    """Steps traced and read for one answer. ``of_two``: those of alike layers or kept blocks come of two others."""
 
     def __init__(self, *, of_two: bool = False) -> None:
         self._take, self._num_alike = cache(take_trace), cache(_num_alike)
@@ -301,7 +301,7 @@ class _Numbers:
         self._planned: dict[int, float] = {}  # the same, as the plans of the first of them have it
 
     def left(self) -> float:
-        """What those that are not planned yet take at least."""
+        """The least that those take which are not planned yet."""
         least = min((own for number, own in self._least.items() if number not in self._planned), default=math.inf)
         return max(least, _least_with_more(self._planned, max(self._least)))
 
@@ -367,7 +367,7 @@ def _least_with_more(planned: dict[int, float], most: int) -> float:
 
 
 def _kept(way: Way, most: int) -> dict[int, float]:
-    """What the way takes at least by the number of kept blocks, of some up to ``most``: computing alone and what moves
+    """The least that a way takes, by the number of kept blocks, of some up to ``most``: computing alone and what moves
     are each a line between none and all of them.
     """
     if not most:
@@ -379,7 +379,7 @@ def _kept(way: Way, most: int) -> dict[int, float]:
 
 
 def _sequences(way: Way) -> int:
-    """Of a step, on each GPU."""
+    """Sequences of a step, on each GPU."""
     settings = way.settings
     if settings.tokens_per_step is None:
         return (settings.batch_size or 1) * settings.accumulate
@@ -418,7 +418,7 @@ def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
 
 
 def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
-    """Of several micro-batches none fits that is larger than one that does not; one alone needs no sums."""
+    """Ways by micro-batch: of several none fits that is larger than one that does not; one alone needs no sums."""
     from gemini.jobs.models import find_config
 
     asked, too_large, may_tile = way.settings, set[str | None](), way.settings.tile_tokens == "auto"
@@ -454,13 +454,13 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
 
 
 def options_of(way: Way) -> str:
-    """What was chosen, as options of ``gemini plan``."""
+    """The choice as options of ``gemini plan``."""
     names = "batch_size", "accumulate", "gradient_checkpointing", "kept_blocks", "offload_activations", "tile_tokens"
     return as_options({name: getattr(way.settings, name) for name in (*names, "order")})
 
 
 def run_by(way: Way, plan: Plan) -> dict[str, Any]:
-    """What runs the plan of ``--out``: a command ("" where jobs have no step like it) and the lines of a program."""
+    """Ways to run the plan of ``--out``: a command ("" where jobs have no step like it) and the lines of a program."""
     # Of drives those on which the plan has something.
     tiers = [tier for tier in way.machine.budgets if not tier.in_files or plan.bytes_per_tier.get(tier)]
     return {"command": _command(way, plan, tiers), "python": _program(way, plan, tiers)}

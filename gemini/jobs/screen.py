@@ -99,7 +99,7 @@ _DRIVE = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
 
 
 def in_options(remedy: str, drive: str) -> str:
-    """What would make a model fit, in the words of a command whose options ``drive`` bring a drive in."""
+    """A remedy where a model does not fit, in the words of a command whose options ``drive`` bring a drive in."""
     return _DRIVE.sub(rf"{drive} \1\2", remedy)
 
 

@@ -51,7 +51,7 @@ def size(text: str) -> str:
 
 
 def tiles(text: str) -> int | str | None:
-    """As ``GeminiConfig(tile_tokens=)`` takes it."""
+    """Tiles, as ``GeminiConfig(tile_tokens=)`` takes them."""
     return text if text == "auto" else as_tiles(tile_sizes(int(text) if text.isdecimal() else text))
 
 
@@ -106,7 +106,7 @@ class Refusing(ArgumentParser):
     """Says what is wrong in one paragraph."""
 
     def _get_value(self, action: Action, text: str) -> Any:
-        """As argparse reads it, which shows the words of no other error than its own."""
+        """Read a value as argparse does, which shows the words of no other error than its own."""
         try:
             return self._registry_get("type", action.type, action.type)(text)
         except (ArgumentTypeError, TypeError, ValueError) as e:
@@ -402,7 +402,7 @@ class PlanSettings(_Step):
 
     @property
     def kept_gradients(self) -> str:
-        """What is kept until the update: micro-batches one after another need sums, and those are in fp32."""
+        """Gradients kept until the update: micro-batches one after another need sums, and those are in fp32."""
         return self.gradients or ("accumulate" if self.accumulate > 1 and self.order != "bfs" else "retain")
 
     @property

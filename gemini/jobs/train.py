@@ -375,7 +375,7 @@ def mesh_of(ours: GeminiArguments, num_processes: int, kind: str) -> Any:
 
 
 def judges_of(options: Options) -> dict[str, Any]:
-    """What the trainer takes to judge answers: what ``--reward_funcs``, ``--reward_model_name_or_path`` and
+    """The judges of answers for the trainer: what ``--reward_funcs``, ``--reward_model_name_or_path`` and
     ``--teacher_model_name_or_path`` name, as TRL's scripts understand them.
     """
     script = options.script
@@ -401,7 +401,7 @@ def judges_of(options: Options) -> dict[str, Any]:
 
 @contextmanager
 def _base_as_reference(model: Any) -> Iterator[None]:
-    """Of a model with new adapters the reference is its base: TRL does so where it makes the adapters itself, and gives
+    """The base is the reference of a model with new adapters: TRL does so where it makes adapters itself, and gives
     a model that comes with some a second one, to which it copies them. New ones change nothing yet.
     """
     if not hasattr(model, "peft_config"):

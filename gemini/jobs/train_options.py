@@ -34,7 +34,7 @@ _FOR_JOBS = tuple(name for name, rule in RULES.items() if rule.unattended)
 
 @dataclass
 class GeminiArguments:
-    """What no option of TRL or the Trainer says."""
+    """Options that neither TRL nor the Trainer has."""
 
     _argument_group_name: ClassVar[str] = "Gemini"
 
@@ -144,7 +144,7 @@ class Parser(Refusing, _TrlParser):
         super().set_defaults_with_config(**_OURS, use_cpu=not torch.cuda.is_available(), **defaults)
 
     def set_defaults_with_config(self, **given: Any) -> list[str]:
-        """Of a YAML file, whose values are read as those of the command line are."""
+        """Take the values of a YAML file, which are read as those of the command line are."""
         self.said = given
         read = {name: str(value) if name in _KINDS and value is not None else value for name, value in given.items()}
         if isinstance(folder := read.get("nvme_path"), str):
@@ -232,7 +232,7 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes
 
 
 def precision_of(args: Any) -> str:
-    """What is computed in."""
+    """The precision of the computation."""
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 

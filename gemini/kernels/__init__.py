@@ -68,7 +68,7 @@ _cuda: CudaKernels | None = None if os.environ.get("GEMINI_NATIVE") == "0" else 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What runs the kernels in this process: of CPU tensors `isa` out of those that can run here. `reason` says why
+    """The kernels of this process: of CPU tensors `isa` out of those that can run here. `reason` says why
     there is no native library, `why_not_cuda` why CUDA tensors run the torch reference; else None.
     """
 
@@ -91,7 +91,7 @@ class KernelReport:
 
 
 def capabilities() -> KernelReport:
-    """What runs the kernels here and now, on CUDA tensors those of the current device."""
+    """The kernels that run here and now, on CUDA tensors those of the current device."""
     there = torch.cuda.is_available()
     refusal = why_not_cuda(torch.device("cuda", torch.cuda.current_device())) if there else "there is no CUDA device"
     cuda = None if refusal else f"compiled by NVRTC {compiler().version}"
@@ -211,7 +211,7 @@ def update(
 
 
 def clip_factor(many: Sequence[Sums], max_norm: float) -> ClipFactor | None:
-    """What clipping gradients with these sums (in the order in which the host would add them) to `max_norm` takes,
+    """The factor of clipping gradients with these sums (in the order in which the host would add them) to `max_norm`,
     found where they are: nothing waits. None if some are on the host already, or not all on one device.
     """
     parts = [[part for part in sums if isinstance(part, DeviceSums) and not part.is_here] for sums in many]

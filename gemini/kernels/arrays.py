@@ -50,7 +50,7 @@ class Segment(NamedTuple):
 
     @property
     def dither(self) -> int:
-        """Where the sequence begins by which compact states of these elements are rounded."""
+        """The beginning of the sequence by which compact states of these elements are rounded."""
         assert self.where is not None, "compact states are rounded by their place"
         return dither_of(self.where.name, self.where.offset, self.scalars.step)
 
@@ -68,7 +68,7 @@ def with_scale(segments: Sequence[Segment], grad_scale: Tensor) -> Sequence[Segm
 
 
 class Addresses(NamedTuple):
-    """Where the arrays of an update are; of compact states where codes and, else empty, scales are."""
+    """The addresses of the arrays of an update; of compact states those of codes and, else empty, of scales."""
 
     weights: int
     residual: int

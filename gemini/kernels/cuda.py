@@ -61,7 +61,7 @@ class DeviceSums:
 
     @property
     def device(self) -> torch.device:
-        """Where they are, before they are here."""
+        """The device where they are, before they are here."""
         assert self._tiles is not None
         return self._tiles.device
 
@@ -103,7 +103,7 @@ def resolve(many: Sequence[Sums]) -> list[list[float]]:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied by; 1 for one that is not finite."""
+    """The factor for gradients of this norm; 1 for one that is not finite."""
     return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
 

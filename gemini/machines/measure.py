@@ -268,7 +268,7 @@ def _drive(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figures:
 
 
 def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
-    """As updates beside computing do it: two tiles are read ahead while one is changed and those before are written."""
+    """Move as updates beside computing do: two tiles are read ahead while one is changed and others are written."""
     part = in_pages(tile // SLOTS)
     slots = [[host_bytes(size * part).random_(0, 256) for size in _STATE_BYTES] for _ in range(SLOTS)]
     steps = count * tile // part

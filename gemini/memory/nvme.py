@@ -274,7 +274,7 @@ class SpillFile:
 
 
 def stripes(offset: int, num_bytes: int, drives: int) -> Iterator[tuple[int, int, int, int]]:
-    """Of bytes of a file: the number of the drive, where in its file, where among them, and how many."""
+    """Divide bytes of a file: the number of the drive, where in its file, where among them, and how many."""
     done = 0
     while done < num_bytes:
         stripe, inside = divmod(offset + done, STRIPE)

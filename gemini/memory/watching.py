@@ -412,7 +412,7 @@ class _Waiting:
 
 
 class Watch:
-    """Who is told of the work on one model's bytes, and keeps how long the training thread (the one that made it, then
+    """Hears of the work on one model's bytes, and keeps how long the training thread (the one that made it, then
     whichever ends steps) waited in a step, and for what. Activities nest: the outermost one counts, once.
     """
 

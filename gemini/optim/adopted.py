@@ -43,7 +43,7 @@ class Refusal(Exception):
 
 
 class Anatomy(NamedTuple):
-    """What an optimizer keeps of a param, beside its values."""
+    """The states that an optimizer keeps of a param, beside its values."""
 
     planes: tuple[tuple[str, str], ...]  # states in the shape of the param: names and dtypes
     numbers: tuple[str, ...]  # states that are one fp32 number for a whole param, which its updates change
@@ -104,7 +104,7 @@ def frozen(value: Any) -> Any:
 
 
 class AdoptedScalars(NamedTuple):
-    """What an update needs beside tensors."""
+    """Numbers that an update needs beside tensors."""
 
     step: int
     grad_scale: float
@@ -350,7 +350,7 @@ def begin_of(shape: tuple[int, ...]) -> Tensor:
 
 
 def gradient(number: int, shape: tuple[int, ...]) -> Tensor:
-    """Of step ``number``, from 1 on: partly the same in each step, of several sizes, and here and there zero."""
+    """The gradient of step ``number``, from 1 on: partly the same in each, of several sizes, here and there zero."""
     steady = _draw(shape, generator=_generator(_SEED + 1)) * math.cos(number / 2)
     fresh = _draw(shape, generator=_generator(_SEED + 1 + number))
     place = torch.arange(math.prod(shape), dtype=torch.float32, device="cpu").view(shape)
@@ -372,7 +372,7 @@ class Snapshot(NamedTuple):
 
 @without_grad
 def trained(kind: type[Optimizer], hypers: Mapping[str, Any], shape: tuple[int, ...] = SHAPE) -> list[Snapshot]:
-    """What an optimizer makes of a param, step by step; Refusal if it cannot, or draws random numbers."""
+    """A param as an optimizer leaves it, step by step; Refusal if it cannot, or draws random numbers."""
     param = nn.Parameter(begin_of(shape))
     before = torch.get_rng_state()
     found = []

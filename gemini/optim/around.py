@@ -78,7 +78,7 @@ class CompactRule(ElementwiseRule):
 
 
 def upper_byte(residual: Tensor) -> Tensor:
-    """Of the int16 other half of masters, where the bf16 one stays as it is: to the nearest that there is."""
+    """The upper byte of int16 residuals, where the bf16 weights stay as they are: rounded to the nearest."""
     return ((residual.int() + 0x7F + (residual.int() >> 8 & 1)) >> 8).clamp_(max=127).to(torch.int8)
 
 
@@ -122,7 +122,7 @@ _BEGIN = _AVERAGE.scalars({"decay": 0.0, "fresh": 1.0}, 0, 1.0)
 
 
 class AveragedScalars(NamedTuple):
-    """Of one update: those of the rule inside, and of the average, None where it stays; ``is_first``: it begins."""
+    """Scalars of an update: of the rule inside, and of the average, None where it stays; ``is_first``: it begins."""
 
     own: Any
     average: Any

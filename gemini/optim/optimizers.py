@@ -134,7 +134,7 @@ def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
 class _Sophia(RuleOptimizer):
     @contextmanager
     def _estimating(self, call: str) -> Iterator[None]:
-        """What is updated in here are estimates. Raises GeminiError where gradients of a training step are there."""
+        """Take updates inside as estimates. Raises GeminiError where gradients of a training step are there."""
         for param in params_of(self):
             handle = handle_of(param)
             if param.grad is not None if handle is None else handle.has_grad:

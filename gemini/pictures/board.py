@@ -198,7 +198,7 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
 
 
 def _strip(axes: Any, timeline: Timeline, tier: Tier, end: float) -> None:
-    """What comes into a tier (up), what leaves it (down), and when gathered weights were evicted (ticks)."""
+    """Draw what comes into a tier (up), leaves it (down), and when gathered weights were evicted (ticks)."""
     into, out = series.across(timeline, tier, end)
     _shares(axes, into)
     _shares(axes, out, downwards=True)

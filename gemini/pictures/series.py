@@ -63,7 +63,7 @@ class Stretch(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What is held between ``edges``, of which there is one more than ``samples``."""
+    """The bytes held between ``edges``, of which there is one more than ``samples``."""
 
     edges: list[float]
     samples: list[Sample]
@@ -74,7 +74,7 @@ _BY_TRACK = {Track.UPDATE: "update", Track.GATHER: "all-gather", Track.REDUCE: "
 
 
 def activity_of(span: Span) -> str:
-    """What a span is about: one of :data:`ACTIVITIES`."""
+    """The activity of a span: one of :data:`ACTIVITIES`."""
     if span.track is Track.COMPUTE:
         word = span.name.split(" ")[0]
         return word if word in ("forward", "recompute", "backward") else "other computing"
@@ -102,7 +102,7 @@ def phases(timeline: Timeline) -> list[Stretch]:
 
 
 def stack(timeline: Timeline, tier: Tier, columns: int = COLUMNS) -> Stack:
-    """What is held in ``tier`` over the step; of more samples than columns the fullest of each column."""
+    """The bytes held in ``tier`` over the step; of more samples than columns the fullest of each column."""
     end = timeline.step_seconds
     samples = [sample for sample in timeline.samples if sample.seconds < end or sample is timeline.samples[0]]
     times = [sample.seconds for sample in samples]
@@ -115,7 +115,7 @@ def stack(timeline: Timeline, tier: Tier, columns: int = COLUMNS) -> Stack:
 
 
 def holders(timelines: Iterable[Timeline], tier: Tier | None = None) -> list[str]:
-    """Who ever holds anything (in ``tier``), in the order of stacks."""
+    """The names of all who ever hold anything (in ``tier``), in the order of stacks."""
     seen = {
         holder
         for timeline in timelines
@@ -171,7 +171,7 @@ def busy(spans: Sequence[Span], end: float, *, step: float = 0.0, columns: int =
 
 
 def in_track(timeline: Timeline, track: Track, end: float) -> Busy:
-    """What one track did; of computing also when it waited."""
+    """The activities of one track; of computing also when it waited."""
     spans = [span for span in timeline.spans if span.track is track]
     return busy(spans, end, step=timeline.step_seconds if track is Track.COMPUTE else 0.0)
 

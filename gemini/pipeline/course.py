@@ -43,7 +43,7 @@ class Course(NamedTuple):
     width: int
     """Of hidden states."""
     flops: tuple[int, ...]
-    """Of each block, and at last of what comes after them."""
+    """Seconds of each block, and at last of what comes after them."""
     is_random: bool
     reads_labels: bool
     """Whether something before the end of the blocks reads labels."""
@@ -173,7 +173,7 @@ def _kept_by(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Any]:
 
 
 def on_meta(model: nn.Module) -> dict[int, Any]:
-    """What stands for its params and buffers in a deep copy of a model that takes no memory: its ``memo``."""
+    """Stand-ins for params and buffers in a deep copy of a model that takes no memory: its ``memo``."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for param in module._parameters.values():
@@ -302,7 +302,7 @@ class Flow(TorchDispatchMode):
             self._made[key] |= made
 
     def _read(self, key: int, here: str) -> set[str]:
-        """What stands behind a tensor that is read ``here``."""
+        """The parts behind a tensor that is read ``here``."""
         owners = self._owners.get(key)
         if owners is not None:
             if not here and self._num_ended == len(self._blocks) and owners.isdisjoint(self.order):

@@ -33,7 +33,7 @@ _SEEN = "_gemini_courses"
 
 @dataclass
 class _Seen:
-    """What was seen of a model in its ``settings`` (:func:`_settings`)."""
+    """A model as it was seen in its ``settings`` (:func:`_settings`)."""
 
     settings: Any = None
     courses: dict[Any, Course | str] = field(default_factory=dict)
@@ -240,7 +240,7 @@ def _course_of(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> 
 
 
 def _kind(part: Mapping[str, Any]) -> Any:
-    """What micro-batches that take the same way are thought to have in common. Sizes and numbers change too often:
+    """The traits by which micro-batches are thought to take the same way. Sizes and numbers change too often:
     where they lead another way, stages see it (:mod:`gemini.pipeline.stages`).
     """
 
@@ -251,7 +251,7 @@ def _kind(part: Mapping[str, Any]) -> Any:
 
 
 def _settings(model: nn.Module, loss: Loss | None) -> Any:
-    """What the way of a forward depends on and a program may change between steps: a dropout, what is trained."""
+    """All that the way of a forward depends on and a program may change between steps: a dropout, what is trained."""
     of_modules = [
         [(name, value) for name, value in vars(module).items() if type(value) in (bool, int, float, str)]
         for module in model.modules()

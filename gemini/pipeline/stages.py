@@ -77,7 +77,7 @@ class _Unread:
 
 
 def only(output: Any, readable: frozenset[str] | None) -> Any:
-    """What a forward returns, with the entries alone that are ``readable``, if it has any by name."""
+    """Keep of what a forward returns the entries that are ``readable``, if it has any by name."""
     if readable is None or not isinstance(output, dict):
         return output
     if type(output) is dict:

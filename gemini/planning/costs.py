@@ -316,7 +316,7 @@ class Speeds:
 
     @classmethod
     def of(cls, hardware: Hardware, tiers: Mapping[Tier, int], *, sharing: int = 1) -> Speeds:
-        """Of a machine whose host and drives ``sharing`` ranks share. Raises MissingFigure for what ``tiers`` need."""
+        """Speeds of a machine, shared by ``sharing`` ranks. Raises MissingFigure for what ``tiers`` need."""
         usual, shares = cls.typical(), Efficiency()
 
         def figure(key: str, tier: Tier, otherwise: float) -> float:
@@ -343,7 +343,7 @@ class Speeds:
         return self.update_gpu * share if tier is Tier.GPU else self.update_cpu * share * rule.beyond_bytes
 
     def seconds(self, boundary: Boundary, num_bytes: float) -> float:
-        """Of moving so many bytes over a boundary that has it to itself."""
+        """Seconds of moving so many bytes over a boundary that has it to itself."""
         return num_bytes * (1 / self.moving[boundary.way.figure])
 
     def cost(self, traffic: Mapping[Boundary, int]) -> float:
@@ -445,7 +445,7 @@ class Grid(NamedTuple):
 
 
 def sent_in_ring(group: Group, num_bytes: float) -> tuple[float, float]:
-    """Of ``num_bytes`` that each rank of a ring sends on, those to ranks of its machine, and those to others. Of B
+    """Divide ``num_bytes`` that each rank of a ring sends on: those to ranks of its machine, and those to others. Of B
     bytes that all ranks are to have, each sends ``num_bytes`` = B (size - 1) / size. Rings are laid so that each
     machine receives what it has not, B (size - local) / size, once, through the network ports of its ``local`` ranks
     together, and hands it around inside. As NCCL does with one port for each GPU.

@@ -90,7 +90,7 @@ class Document:
 
 
 def load(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
-    """What ``parse`` makes of a user's file; PlanMismatch names ``what`` it is and its path, if it cannot be read."""
+    """Parse a user's file; PlanMismatch names ``what`` it is and its path, if it cannot be read."""
     named = f"{what} {path}".lstrip()
     try:
         return parse(Path(path).read_text(encoding="utf-8"))

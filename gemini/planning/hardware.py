@@ -115,7 +115,7 @@ class Hardware(Document, kind="hardware"):
         return f"{key}_sustained" if self.has(f"{key}_sustained") else key
 
     def useful_threads(self, most: int) -> int:
-        """Of ``most`` CPU threads those that make an update faster; all if its speed by one and by all is not here."""
+        """The CPU threads of ``most`` that make an update faster; all if its speed by one and by all is not here."""
         if not (self.has("update_cpu") and self.has("update_cpu_one")):
             return most
         # Until memory has no more to give, each thread adds one's speed; close to that each is slower: a quarter more.

@@ -76,7 +76,7 @@ def cheapest_homes(
 
 
 def _track(boundary: Boundary) -> str:
-    """What works on a move: of a drive both directions at once, as what it reads it does not write."""
+    """The track of a move: of a drive both directions at once, as what it reads it does not write."""
     return boundary.outer.value if boundary.outer.in_files else boundary.way.figure
 
 
@@ -157,7 +157,7 @@ class _Choices:
     def seconds_with(
         self, index: int, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False
     ) -> dict[str, float]:
-        """What a chunk costs by track, with ``homes``, all else on the CPU tier, and weights gathered ``times``."""
+        """Seconds of a chunk by track, with ``homes``, all else on the CPU tier, and weights gathered ``times``."""
         problem, speeds = self._problem, self._speeds
         homes = {**dict.fromkeys(problem.sizes[index], Tier.CPU), **homes}
         moved: Traffic = update_traffic(problem, homes, index, streamed=streamed)

@@ -30,7 +30,7 @@ _INDEX = re.compile(r"^(?P<block>(?:.*?\.)?\d+)\.")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout needs to know of a param; ``exact``: it keeps exact states where others do not; ``apart``: its
+    """The facts of a param for the layout; ``exact``: it keeps exact states where others do not; ``apart``: its
     chunk holds nothing else; ``coded``: it is bytes of codes; ``fp32``: it stays in fp32 where others do not.
     """
 
@@ -58,7 +58,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank keeps of a param: elements ``[start, stop)`` of its planes are the param's from ``offset`` on."""
+    """A rank's part of a param: elements ``[start, stop)`` of its planes are the param's from ``offset`` on."""
 
     start: int
     stop: int

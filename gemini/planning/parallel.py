@@ -105,7 +105,7 @@ class Blocks:
         return found
 
     def weights(self, seconds: Sequence[float]) -> list[float]:
-        """Of each block, and at last of what comes after them; ``seconds`` are those of the moments."""
+        """Seconds of each block, and at last of what comes after them; ``seconds`` are those of the moments."""
         found = [0.0] * (self.number + 1)
         for block, more in zip(self.of_moments(), seconds, strict=True):
             found[max(block, 0)] += more
@@ -348,7 +348,7 @@ def _costs(trace: MemoryTrace, hardware: Hardware, grid: Grid) -> Costs:
 def least_seconds(
     trace: MemoryTrace, hardware: Hardware, sizes: MeshSizes, micro_batches: int, *, per_machine: int
 ) -> float:
-    """What a step takes at least: computing and the exchanges inside of it, stages alike, and the smaller bubble."""
+    """The least that a step takes: computing and the exchanges inside of it, stages alike, and the smaller bubble."""
     grid, one = Grid(sizes, per_machine), 0.0
     costs = _costs(trace, hardware, grid)
     for moment in trace.moments:
@@ -359,7 +359,7 @@ def least_seconds(
 
 
 def _sent(grid: Grid, stages: Sequence[StageOutcome]) -> dict[str, tuple[int, int]]:
-    """What the rank sends that sends most, by what for: bytes inside its machine, and to others."""
+    """Bytes of the rank that sends most, by what for: inside its machine, and to others."""
 
     def most_sent(group: Group, by_stage: Iterable[int]) -> tuple[int, int]:
         inside, between = sent_in_ring(group, max(by_stage))

@@ -210,7 +210,7 @@ class Problem:
     def spoken_for_by_name(
         self, *, gathers: bool = True, stages: bool = True, streams: bool = False
     ) -> dict[Tier, dict[str, int]]:
-        """What no plane may take, by tier and by what takes it: where some weights have to be gathered into windows,
+        """Bytes that no plane may take, by tier and by taker: where some weights have to be gathered into windows,
         some plane cannot be worked on in place (on an accelerator that is always possible: reads by name), some update
         is streamed through the GPU.
         """
@@ -247,7 +247,7 @@ class Problem:
         return self.waiting if leaves else 0
 
     def demands_by_name(self, placement: Placement) -> dict[Tier, dict[str, int]]:
-        """What is spoken for under ``placement``, by tier and by what takes it."""
+        """Bytes that are spoken for under ``placement``, by tier and by what takes it."""
         gathers = bool(self.moving(placement))
         stages = any(tier is not self.compute for homes in placement.homes for tier in homes.values())
         return self.spoken_for_by_name(gathers=gathers, stages=stages, streams=bool(placement.streamed))
@@ -257,7 +257,7 @@ class Problem:
         return _sums(self.demands_by_name(placement))
 
     def held(self, placement: Placement) -> dict[Tier, dict[str, int]]:
-        """What each tier would hold: planes, then what gathering, staging and activations need."""
+        """Bytes that each tier would hold: planes, then what gathering, staging and activations need."""
         held: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier if tier in self.budgets}
         for homes, sizes in zip(placement.homes, self.sizes, strict=True):
             for kind, num_bytes in sizes.items():
@@ -322,7 +322,7 @@ def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
 
 
 def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
-    """What ``static`` asks for; BudgetExceeded if it does not fit, ValueError for a tier without a budget."""
+    """Place as ``static`` asks for; BudgetExceeded if it does not fit, ValueError for a tier without a budget."""
     for tier in reversed(Tier):
         streamed = static.updates_on_gpu if tier is Tier.GPU else 0.0
         fraction = max(static.share("weights", tier), static.share("optimizer", tier), streamed)

@@ -23,7 +23,7 @@ SCHEDULES = ("serial", "overlapped")
 
 
 class Moves(NamedTuple):
-    """What to do at the beginning of a moment: drop the gathered weights of the chunks in ``evict``, then gather those
+    """The moves at the beginning of a moment: drop the gathered weights of the chunks in ``evict``, then gather those
     of the chunks in ``fetch``.
     """
 
@@ -33,7 +33,7 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(Document, kind="plan"):
-    """Where everything is stored and what moves when. Made by :func:`gemini.plan`.
+    """The places where everything is stored, and what moves when. Made by :func:`gemini.plan`.
 
     Attributes:
         trace: the step that it is for.
@@ -71,7 +71,7 @@ class Plan(Document, kind="plan"):
 
     @property
     def bytes_per_tier(self) -> dict[Tier, int]:
-        """What each tier holds at its fullest: planes, gathered weights, staging, activations."""
+        """Bytes of each tier at its fullest: planes, gathered weights, staging, activations."""
         return bytes_per_tier(self.problem, self.placement)
 
     @property
@@ -98,7 +98,7 @@ class Plan(Document, kind="plan"):
         )
 
     def update_tier(self, index: int) -> Tier:
-        """Where the update of a chunk runs."""
+        """The tier on which the update of a chunk runs."""
         return update_tier(self.problem, self.placement.homes[index], streamed=index in self.placement.streamed)
 
     @cached_property
@@ -108,7 +108,7 @@ class Plan(Document, kind="plan"):
         return step_traffic(self.problem, self.placement, fetched, backwards=self.accumulate)
 
     def _to_body(self) -> dict[str, Any]:
-        """Of the problem what the trace does not say: its layout is cut anew when the plan is read."""
+        """Write of the problem what the trace does not say: its layout is cut anew when the plan is read."""
         problem = {field.name: getattr(self.problem, field.name) for field in fields(self.problem)}
         del problem["layout"]
         spoken_for = {name: problem.pop(name) for name in _SPOKEN_FOR}
@@ -162,7 +162,7 @@ class Plan(Document, kind="plan"):
                 )
 
     def __str__(self) -> str:
-        """Who lives where: what each tier holds, against the budgets."""
+        """Bytes that each tier holds, against the budgets."""
         held = self.held
         lines = [f"{self.trace.model}, {self.trace.num_params:,} params: {self.bytes_per_param:.2f} bytes each"]
         for tier, used in self.bytes_per_tier.items():

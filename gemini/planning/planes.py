@@ -44,7 +44,7 @@ class FactorSpec:
             raise ValueError(f"factor {self.name!r} is {self.form!r}; use one of {', '.join(map(repr, FORMS))}")
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Of a param of ``shape``; None if it has no such factor."""
+        """The factor's shape of a param of ``shape``; None if it has no such factor."""
         if (len(shape) < 2) != (self.form == "vector"):
             return None
         if self.form == "vector":
@@ -138,7 +138,7 @@ class PlaneSpec:
 
 @dataclass(frozen=True)
 class RuleSpec:
-    """What the planner must know about an update rule before any optimizer exists.
+    """The facts that the planner needs of an update rule before any optimizer exists.
 
     Args:
         name: the name of the rule in reports and errors.
@@ -205,7 +205,7 @@ class RuleSpec:
 
     @property
     def _of_error(self) -> tuple[PlaneSpec, ...]:
-        """What the sums of gradients may have beside them: compact states alone."""
+        """Planes that the sums of gradients may have beside them: compact states alone."""
         return () if self.exact is None else (PlaneSpec(GRAD_ERROR, "int8"),)
 
     @cached_property
@@ -221,7 +221,7 @@ class RuleSpec:
 
     @cached_property
     def staged(self) -> tuple[PlaneSpec, ...]:
-        """What a tile has room for in staging: every plane at its widest, and three areas for fp32 at least."""
+        """The areas of a tile in staging: every plane at its widest, and three areas for fp32 at least."""
         widest = {spec.kind: spec for spec in (*self.planes, *(self.exact.planes if self.exact else ()))}
         own = (PlaneSpec(WEIGHTS, "float32"), PlaneSpec(RESIDUAL, "int16"), *widest.values())
         spare = () if any(is_wide(spec) for spec in widest.values()) else (PlaneSpec("spare", "float32"),)
@@ -239,7 +239,7 @@ class RuleSpec:
         return COMPACT_WORK if self.exact is not None else 1.0
 
     def to_body(self) -> list[Any]:
-        """As plans and checkpoints have it; :meth:`from_body` reads it."""
+        """The form that plans and checkpoints have; :meth:`from_body` reads it."""
         needs = [self.needs, [[factor.name, factor.form] for factor in self.factors]] if self.factors else self.needs
         body = [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], needs]
         return body if self.exact is None else [*body, self.residual, self.exact.to_body(), self.smallest, self.codes]
@@ -285,7 +285,7 @@ def check_gradients(gradients: str, rule: RuleSpec) -> None:
 
 
 def precision_of(spec: Any, precision: str) -> str:
-    """What a param or a chunk is computed in, in a model of ``precision``; ``spec.fp32``: it stays in fp32 anyway."""
+    """The precision of a param or a chunk in a model of ``precision``; ``spec.fp32``: it stays in fp32 anyway."""
     return "fp32" if spec.fp32 else precision
 
 

@@ -39,7 +39,7 @@ from gemini.tiers import OFFLOAD_TO, MemoryBudget, Tier
 
 
 class Others(NamedTuple):
-    """Of models with the same budget that compute while this one does not: bytes of the computing tier that one of them
+    """Models with the same budget that compute while this one does not: bytes of the computing tier that one of them
     gathers at once, and takes beside that, at most; and whether room is left for both of them at once.
     """
 
@@ -151,7 +151,7 @@ Chosen = TypeVar("Chosen")
 
 
 def first_that_fits(choose: Callable[[MemoryTrace, bool], Chosen], trace: MemoryTrace, *, overlap: bool) -> Chosen:
-    """What ``choose`` makes of the step as it is, or else of the first one in tiles that fits; of each with staging for
+    """Let ``choose`` plan the step as it is, or else of the first one in tiles that fits; of each with staging for
     every worker, or, where only that does not fit, with one tile of it: what has to be staged is updated in turn then.
     Raises BudgetExceeded if none fits; of the last one, which is nearest to it.
     """
@@ -201,7 +201,7 @@ def pose_problem(
     rule: RuleSpec = ADAM,
     durable: bool = False,
 ) -> Problem:
-    """What is placed, and the bytes that no plane may take."""
+    """The problem: what is placed, and the bytes that no plane may take."""
     compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
     if compute not in budgets:
         raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
@@ -253,7 +253,7 @@ def pose_problem(
 
 
 def _pose_beside(others: Others | None, trace: MemoryTrace, **how: Any) -> Problem:
-    """What is placed beside other models: the context of a GPU is theirs as well, and no part of the budget."""
+    """The problem beside other models: the context of a GPU is theirs as well, and no part of the budget."""
     problem = pose_problem(trace, **how)
     if others is None:
         return problem

@@ -123,7 +123,7 @@ class Work:
         return Hop(track, track.value, self._costs.ring(self._grid.shards, sent), name, cause, index, None, sent)
 
     def exchange(self, moment: int) -> tuple[Hop, ...]:
-        """What a moment's layers say to their other slices, and to other parts of the sequences: computing waits."""
+        """Messages of a moment's layers to their other slices, and to other parts of the sequences: computing waits."""
         traced = self.plan.trace.moments[moment]
         if not traced.tp_bytes and not traced.cp_bytes:
             return ()
@@ -287,7 +287,7 @@ MANY_PIECES = 512
 
 
 class Task(NamedTuple):
-    """What a task of the fluid model stands for."""
+    """The work that a task of the fluid model stands for."""
 
     hop: Hop
     step: int
@@ -370,7 +370,7 @@ _NOTHING = Hop(Track.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)
 
 
 def _launch(hop: Hop, seconds: float) -> Hop:
-    """What the thread that launches a moment takes."""
+    """The time of the thread that launches a moment."""
     return Hop(Track.COMPUTE, LAUNCHING, Cost(seconds, {}), f"launch {hop.name}", LAUNCHING)
 
 
@@ -588,14 +588,14 @@ class _Carried:
         self._turn = next((n for n, moment in enumerate(self._moments) if moment.phase is not Phase.FORWARD), 0)
 
     def begin(self, now: _Moment) -> list[int]:
-        """What has to be over before a moment is computed: it has what it asks for, and there is room for its own."""
+        """Tasks to be over before a moment is computed: it has what it asks for, and there is room for its own."""
         # The oldest have left where there is no room for more.
         after = _over(self._leaving, self._work.flight_room - self._work.carried_bytes(now.number, back=False))
         after += self._restore(now)
         return after + (self._all_left() if not now.number else [])
 
     def leave(self, now: _Moment, tasks: list[int]) -> None:
-        """What a moment saved leaves by these tasks."""
+        """Let what a moment saved leave by these tasks."""
         self._graph.carried(now.number, tasks, back=False)
         self._saved.append((tasks[-1], self._moments[now.number].saved_bytes))
         self._leaving.append(self._saved[-1])
@@ -637,7 +637,7 @@ class _Carried:
         return left, latest
 
     def _all_left(self) -> list[int]:
-        """What has to be over before others have the memory of what backward used while it left."""
+        """Tasks to be over before others have the memory of what backward used while it left."""
         ends, self._used = self._used, []
         return ends
 
@@ -698,7 +698,7 @@ class _Overlap:
         self._live = self.graph.live(self._computed[-1], now.number, self._live)
 
     def end(self, now: _Moment) -> None:
-        """What comes behind a moment: its layers' messages, saved activations, gradients and updates."""
+        """Add what comes behind a moment: its layers' messages, saved activations, gradients and updates."""
         exchange = self._work.exchange(now.number)
         self._computed[-1:] = self._behind(exchange, now)[-1:] or self._computed[-1:]
         saved = self._behind(self._work.carry(now.number, back=False), now)

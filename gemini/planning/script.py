@@ -42,7 +42,7 @@ class Script:
 
     @property
     def checksum(self) -> int:
-        """Of all of it, and never 0."""
+        """A sum of all of it, never 0."""
         return zlib.crc32(json.dumps([self.gathers, self.reductions]).encode()) | 1 << 32
 
     @cached_property

@@ -56,7 +56,7 @@ def _last_step(graph: Graph, run: TaskTimes, *, is_serial: bool) -> tuple[float,
 
 
 def _spans(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Span, ...]:
-    """What ran between ``begin`` and ``end``. A task that crosses one of them counts there with its part."""
+    """Spans that ran between ``begin`` and ``end``. A task that crosses one of them counts there with its part."""
     found = []
     for task, start, stop in zip(graph.tasks, run.start, run.stop, strict=True):
         if start >= end or stop <= begin or stop <= start or task.hop.cause == LAUNCHING:
@@ -104,7 +104,7 @@ def _stalls(graph: Graph, run: TaskTimes, begin: float, end: float) -> dict[str,
 
 
 def _samples(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Sample, ...]:
-    """What every tier holds from ``begin`` on, one sample at every change."""
+    """Samples of what every tier holds from ``begin`` on, one at every change."""
     plan, comes_and_goes = graph.work.plan, ("windows", "activations", "activations in flight", "saved activations")
     # What is there all the time: planes, staging, buffers, scratch between ranks.
     held = {

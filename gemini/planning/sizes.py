@@ -127,7 +127,7 @@ T = TypeVar("T")
 def _deep(
     of_five: Sequence[T], layer_of: Callable[[T], int | None], moved: Callable[[T, int], T], more: int
 ) -> list[T]:
-    """What five layers have in their order, with so many more of the second."""
+    """The items of five layers in their order, with so many more of the second."""
     found: list[T] = []
     for layer, group in groupby(of_five, key=layer_of):
         own = [*group]

@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What the tiers hold from ``seconds`` on: bytes by tier and by holder ("weights", "windows", "exp_avg", ...)."""
+    """Contents of the tiers from ``seconds`` on: bytes by tier and by holder ("weights", "windows", "exp_avg", ...)."""
 
     seconds: float
     moment: int

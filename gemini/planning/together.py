@@ -50,7 +50,7 @@ def evaluated(trace: MemoryTrace) -> MemoryTrace:
 
 
 def bytes_per_param(precision: str, gradients: str, rule: RuleSpec) -> tuple[float, float]:
-    """Of a param that is trained, and of one that is not."""
+    """Bytes of a param that is trained, and of one that is not."""
     planes = plane_specs(precision, gradients, rule, trainable=True)
     return sum(spec.page_bytes(2**20) for spec in planes.values()) / 2**20, compute_itemsize(precision)
 
@@ -63,12 +63,12 @@ def home_of_frozen(all_bytes: float, host_bytes: int, *, has_drive: bool) -> Sta
 
 
 def kept_bytes(plan: Plan) -> dict[Tier, int]:
-    """What a model holds while another one computes."""
+    """Bytes that a model holds while another one computes."""
     return {tier: sum(n for what, n in held.items() if what not in _NOT_KEPT) for tier, held in plan.held.items()}
 
 
 def needed_bytes(plan: Plan) -> int:
-    """What it needs besides of the computing tier, while it computes itself."""
+    """Bytes that it needs besides of the computing tier, while it computes itself."""
     gathers = bool(plan.problem.moving(plan.placement))
     return plan.problem.in_flight + (plan.problem.working_set if gathers else 0)
 
@@ -93,7 +93,7 @@ class Together:
 
     @property
     def bytes_per_tier(self) -> dict[Tier, int]:
-        """What all models keep, and the largest working set."""
+        """Bytes that all models keep, and the largest working set."""
         total = _kept(self.plans)
         total[next(iter(self.plans.values())).problem.compute] += self.working_set
         return {tier: total[tier] for tier in self.budgets}
@@ -106,7 +106,7 @@ class Together:
         return sum((each.traffic for each in self.plans.values()), Counter())
 
     def __str__(self) -> str:
-        """What each tier holds of each model, against the budgets."""
+        """Bytes that each tier holds of each model, against the budgets."""
         lines = []
         for name, each in self.plans.items():
             kept = listed({tier.value: num_bytes for tier, num_bytes in kept_bytes(each).items()})
@@ -177,7 +177,7 @@ def _kept(plans: Mapping[str, Plan]) -> Counter[Tier]:
 
 
 def _all_bytes(traces: Mapping[str, MemoryTrace], accumulate: int, options: Mapping[str, Any]) -> float:
-    """Of all models with all that they need, on all ranks together."""
+    """Bytes of all models with all that they need, on all ranks together."""
     total = 0.0
     for trace in traces.values():
         precision = options.get("precision") or trace.precision
@@ -224,7 +224,7 @@ def _in_turn(plans: Mapping[str, Plan], room: int, speeds: Speeds) -> dict[str, 
 
 
 class WindowMemory:
-    """What each of several models on a GPU has for its windows, as their turns go round: ``own``, bytes by name."""
+    """The memory of several models on a GPU for their windows, as their turns go round: ``own``, bytes by name."""
 
     def __init__(self, names: Iterable[str], room: int):
         self.own = dict.fromkeys(names, 0)
@@ -246,7 +246,7 @@ class WindowMemory:
         return changed
 
     def in_each_step(self, needs: Mapping[str, int]) -> tuple[dict[str, bool], dict[str, int]]:
-        """Of each model, whether its memory stays as it is while the others compute, and how much of it there is at
+        """Tell of each model whether its memory stays as it is while the others compute, and how much of it there is at
         least when it computes itself, in all steps but the first ones: those that come again and again.
         """
         steps: dict[tuple[int, ...], tuple[set[str], dict[str, int]]] = {}  # by what each had at its start

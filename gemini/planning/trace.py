@@ -30,7 +30,7 @@ from gemini.planning.planes import ADAM, RuleSpec, compute_itemsize
 
 
 class Phase(Enum):
-    """What the model does in a moment. Recomputation is forward work that gradient checkpointing repeats."""
+    """The model's work in a moment. Recomputation is forward work that gradient checkpointing repeats."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -38,7 +38,7 @@ class Phase(Enum):
 
 
 class Source(Enum):
-    """Where a trace comes from: fake tensors, a recorded step, or the order of the modules alone (no work in it)."""
+    """The origin of a trace: fake tensors, a recorded step, or the order of the modules alone (no work in it)."""
 
     AHEAD = "ahead"
     RECORDED = "recorded"
@@ -83,7 +83,7 @@ class Product(NamedTuple):
 
     @property
     def elements(self) -> float:
-        """Of both factors and the result: what is read and written at least."""
+        """Elements of both factors and the result: what is read and written at least."""
         return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) * self.times
 
 
@@ -306,7 +306,7 @@ class MemoryTrace(Document, kind="trace"):
         return trace
 
     def __str__(self) -> str:
-        """What it is of, its size, and its most expensive modules."""
+        """Its model, its size, and its most expensive modules."""
         how = {Source.AHEAD: "traced ahead of time", Source.RECORDED: "recorded", Source.STRUCTURE: "from structure"}
         shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in self.batch.items())
         checkpointing = ", gradient checkpointing" if self.checkpointing else ""
@@ -354,7 +354,7 @@ def _said(param: TracedParam | None) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """What a moment needs of the chunks: all that must be gathered in it."""
+    """The chunks that a moment needs: all that must be gathered in it."""
 
     moment: int
     chunks: tuple[int, ...]
@@ -472,7 +472,7 @@ def tile_sizes(tile_tokens: int | str | None) -> dict[str, int]:
 
 
 def as_tiles(sizes: Mapping[str, int]) -> int | str | None:
-    """What :func:`tile_sizes` reads, the same for the same sizes."""
+    """The words that :func:`tile_sizes` reads, the same for the same sizes."""
     if len(sizes) == len(PARTS) and len(set(sizes.values())) == 1:
         return next(iter(sizes.values()))
     return ",".join(f"{part}={sizes[part]}" for part in PARTS if part in sizes) or None

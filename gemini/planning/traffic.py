@@ -100,7 +100,7 @@ def _reads_window(problem: Problem, homes: Homes, index: int, where: Tier) -> bo
 
 
 def update_tier(problem: Problem, homes: Homes, *, streamed: bool = False) -> Tier:
-    """Where a chunk's update runs: on the GPU if all that it touches stands there or is streamed, else on the host."""
+    """The tier of a chunk's update: the GPU if all that it touches stands there or is streamed, else on the host."""
     if streamed:
         return Tier.GPU
     on_gpu = problem.compute is Tier.GPU and all(tier is Tier.GPU for tier in homes.values())
@@ -122,5 +122,5 @@ def step_traffic(problem: Problem, placement: Placement, fetched: Iterable[int],
 
 
 def by_name(traffic: Mapping[Boundary, int]) -> dict[str, int]:
-    """As ``memory_report()["moved"]`` names it."""
+    """Bytes by the names of ``memory_report()["moved"]``."""
     return {str(boundary): num_bytes for boundary, num_bytes in sorted(traffic.items(), key=lambda item: str(item[0]))}

@@ -96,7 +96,7 @@ def scratch_bytes(ranks: int, piece: int, replicas: int = 1) -> int:
 
 
 def replica_scratch_bytes(ranks: int, scratch: int) -> int:
-    """What of :func:`scratch_bytes` with replicas is for the sums over these."""
+    """The bytes of :func:`scratch_bytes` with replicas for the sums over these."""
     return 2 * scratch // (max(2 * ranks, 4) + 2)
 
 
@@ -126,7 +126,7 @@ def waiting_gradients(layout: Layout, itemsize: int) -> int:
 
 
 def allocator_bytes(rule: RuleSpec, capability: tuple[int, int] = (9, 0), workspace: int = 0) -> int:
-    """What torch's allocator takes beside what anybody holds. Each thread that multiplies keeps a cuBLAS ``workspace``
+    """Bytes of torch's allocator beside what anybody holds. Each thread that multiplies keeps a cuBLAS ``workspace``
     (``aten/src/ATen/cuda/CublasHandlePool.cpp``): 32 MiB on Hopper, 8,320 KiB before, the larger counted on newer
     cards, and 1 MiB for cuBLASLt. It is the caller's, autograd's, and an update's that needs params whole (Muon).
     """
@@ -135,7 +135,7 @@ def allocator_bytes(rule: RuleSpec, capability: tuple[int, int] = (9, 0), worksp
 
 
 def beside_bytes(target: str, compute: Tier, rule: RuleSpec) -> int:
-    """Of a GPU's budget what nothing managed can have, before a device is there to be asked: at most."""
+    """Bytes of a GPU's budget that nothing managed can have, before a device is there to be asked: at most."""
     is_on_gpu = target == "cuda" and compute is Tier.GPU
     return CUDA_CONTEXT + CUDA_KERNELS + allocator_bytes(rule) if is_on_gpu else 0
 
@@ -166,7 +166,7 @@ def _by_block(trace: MemoryTrace) -> list[list[Moment]]:
 
 
 def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
-    """What activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin."""
+    """Bytes that activations (unless ``offloaded``), workspaces and buffers take at once, with the stated margin."""
     away = carried_away(trace) if offloaded else [0] * len(trace.moments)
     most = max((moment.peak_bytes - own for moment, own in zip(trace.moments, away, strict=True)), default=0)
     return int((max(most, 0) + trace.buffer_bytes) * ACTIVATION_MARGIN)

@@ -146,7 +146,7 @@ class Handshake:
         return concluded[0]  # type: ignore[no-any-return]
 
     def _told(self, group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
-        """What ``work`` gives on each rank."""
+        """The results of ``work`` on each rank."""
         # A failure is kept until the others have heard of it: raised here, they would wait until the timeout.
         given: T | None = None
         failure: BaseException | None = None

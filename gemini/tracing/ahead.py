@@ -365,24 +365,14 @@ def model_class_for(config: Any) -> Any:
 
 
 def batch_for(
-    config: Any,
-    batch_size: int = 1,
-    seq_len: int = 1024,
-    *,
-    target_len: int | None = None,
-    attention_mask: bool = False,
-    dtype: torch.dtype = torch.float32,
-    model_class: Any = None,
+    config: Any, batch_size: int = 1, seq_len: int = 1024, *, model_class: Any = None
 ) -> dict[str, torch.Tensor]:
-    """Inputs and labels for one step of the model of ``config``, on the meta device.
+    """Inputs and labels for one step of the model of ``config``, on the meta device, images and sounds in fp32.
 
     Args:
         config: a transformers config object.
         batch_size: samples.
         seq_len: positions of each (of audio: samples of sound; without meaning for images, whose size the config has).
-        target_len: positions of the decoder of an encoder-decoder model; by default ``seq_len``.
-        attention_mask: whether a mask is passed, as with padded batches.
-        dtype: of images and sounds; some models want them in the compute dtype.
         model_class: if not the one that :func:`model_class_for` finds.
 
     Raises:
@@ -396,7 +386,7 @@ def batch_for(
         return torch.zeros(shape, dtype=torch.long, device="meta")
 
     def numbers(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device="meta")
+        return torch.zeros(shape, dtype=torch.float32, device="meta")
 
     batch: dict[str, torch.Tensor] = {}
     if "pixel_values" in known and "input_ids" not in known:
@@ -412,11 +402,8 @@ def batch_for(
         raise ValueError(
             f"what {name} takes is not known here ({', '.join(list(known)[1:6])}): make the batch yourself"
         )
-    if attention_mask:
-        batch["attention_mask"] = ids(*next(iter(batch.values())).shape[:2])
     one_each = name.endswith(("ForSequenceClassification", "ForAudioClassification", "ForImageClassification"))
-    length = (target_len if getattr(config, "is_encoder_decoder", False) else None) or seq_len
-    batch["labels"] = ids(batch_size) if one_each else ids(batch_size, length)
+    batch["labels"] = ids(batch_size) if one_each else ids(batch_size, seq_len)
     return batch
 
 

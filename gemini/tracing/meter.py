@@ -54,7 +54,7 @@ _NO_WORK = {
 
 @dataclass
 class Counts:
-    """Of the operations between two calls of :meth:`Meter.take`."""
+    """Counts of the operations between two calls of :meth:`Meter.take`."""
 
     flops: int = 0
     touched: int = 0
@@ -93,7 +93,7 @@ class Meter(TorchDispatchMode):
     # ---- what is not counted -----------------------------------------------------------------------------------------
 
     def know_param(self, index: int, param: torch.Tensor) -> None:
-        """What reads this storage reads the param; it is no memory beside the model."""
+        """Know a param: what reads its storage reads it; it is no memory beside the model."""
         key = param.untyped_storage()._cdata
         start = int(param.storage_offset())
         self._param_of.setdefault(key, []).append((start, start + int(param.numel()), index))
@@ -271,7 +271,7 @@ def product_of(func: Any, args: Any) -> tuple[int, int, int, int] | None:
 
 
 def attention_of(func: Any, args: Any, kwargs: Any, flops: int) -> AttentionWork:
-    """What a call with so many FLOP does of fused attention: all of them or none."""
+    """Fused attention in a call with so many FLOP: all of them or none."""
     names = [argument.name for argument in func._schema.arguments]
     if "query" not in names:
         return AttentionWork()
@@ -334,7 +334,7 @@ def is_coded_product(packet: Any) -> bool:
 
 
 class Target:
-    """What a step takes on its machine that a run on fake CPU tensors does not show; here of a CPU, without
+    """A machine: what a step takes there that a run on fake CPU tensors does not show; here of a CPU, without
     corrections: what its kernels allocate inside is left out (packing buffers of bf16 products in oneDNN, up to 2 MiB
     per thread, and the generator's state of 5 KB that checkpointing keeps per block).
     """
@@ -342,11 +342,11 @@ class Target:
     name = "cpu"
 
     def allocated_bytes(self, num_bytes: int) -> int:
-        """What the allocator takes for a storage."""
+        """Bytes that the allocator takes for a storage."""
         return num_bytes
 
     def temporary_bytes(self, func: Any, args: Any) -> int:
-        """What the kernel of one operation allocates and frees again before it returns. A product with 4-bit codes
+        """Bytes that a kernel allocates and frees again before it returns. A product with 4-bit codes
         makes the weight in the dtype of its input first (bitsandbytes 0.50, ``backends/default/ops.py``; on CUDA from
         some hundred rows on, ``backends/cuda/ops.py``), and their fp32 scales where these are quantized again.
         """

@@ -75,7 +75,7 @@ class SavedInputs:
         return taken
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """What has a graph is detached: an output that held its own would be freed by the garbage collector only."""
+        """Keep an input without its graph: an output that held its own is freed by the garbage collector only."""
         meter = self._observer.meter
         if (
             tensor.numel() * tensor.element_size() < MIN_BYTES
@@ -111,7 +111,7 @@ class SavedInputs:
 
 @dataclass
 class ObservedStep:
-    """What was seen of one step. ``moments``: those in which something ran (empty if operations were not counted). By
+    """One step as it was seen. ``moments``: those in which something ran (empty if operations were not counted). By
     boundary: ``keys``, what happened there (equal lists are equal sequences of calls); ``times``, seconds that ended
     there, without those in which somebody else worked; ``moment_at``, the moment that ended there, or None.
     """
@@ -219,7 +219,7 @@ class Observer:
 
     @contextmanager
     def elsewhere(self) -> Any:
-        """What is done inside is not the model's work: not its operations, bytes, or time."""
+        """Count nothing inside as the model's work: not its operations, bytes, or time."""
         if self._outside:
             yield
             return

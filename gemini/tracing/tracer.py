@@ -70,7 +70,7 @@ class MemoryTracer:
 
     @property
     def trace(self) -> MemoryTrace:
-        """What was recorded.
+        """The recorded trace.
 
         Raises:
             GeminiError: until a whole step, forward and backward, has run inside the block.

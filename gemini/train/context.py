@@ -459,7 +459,7 @@ def _rope_types(rope: Any) -> Iterator[str]:
 
 
 class ContextParallel(Overrides):
-    """What is put around one model, whose heads Gemini has divided among ``slices`` ranks. Raises GeminiError, naming
+    """Context parallel of one model, whose heads Gemini has divided among ``slices`` ranks. Raises GeminiError, naming
     why the model cannot compute parts; nothing was changed.
     """
 

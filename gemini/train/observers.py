@@ -33,7 +33,7 @@ class Observers:
     def record(self, *recordings: Any) -> None:
         """Tell this one from now on, or nobody."""
         self.recordings = recordings
-        self.are_there = bool(self.recordings) or self.around_own_work is not None
+        self.set_apart(self.around_own_work)
 
     def set_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
         """Enter ``around`` around own work from now on, or nothing."""

@@ -174,7 +174,7 @@ class _Whole(NamedTuple):
 
 
 class Recording:
-    """What ``model.recording()`` gives: read :attr:`timeline` after a whole step, inside the block or behind it."""
+    """The result of ``model.recording()``: read :attr:`timeline` after a whole step, inside the block or behind it."""
 
     def __init__(self, engine: Engine, model: nn.Module, trace: MemoryTrace | None):
         """PlanMismatch is raised for a trace of another model."""

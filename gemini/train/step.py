@@ -202,7 +202,7 @@ class Occupancy:
 
 
 class _Mark(NamedTuple):
-    """Who is alone, or wants to be. Marks are compared by identity."""
+    """The thread that is alone, or wants to be. Marks are compared by identity."""
 
     thread: threading.Thread
     works: Callable[[], Any] | None  # says whether it is at work still; None for as long as its thread lives
@@ -308,7 +308,7 @@ class StepState:
         """Whether averages are in the place of the masters, and these in the averages': inside ``swapped_in()``."""
         self.swapped_by = 0  # the thread that is inside of it, or was last
         self.corrupted_by: str | None = None
-        """The error that broke an update off: some weights and states are of this step and some are not."""
+        """The error that broke an update, or a load, off: some weights and states are new and some are not."""
         self._unreported: BaseException | None = None
 
     # ---- what computes ----------------------------------------------------------------------------------------------
@@ -385,13 +385,22 @@ class StepState:
     # ---- an update that broke off -------------------------------------------------------------------------------
 
     def mark_corrupted(self, cause: BaseException, *, reported: bool = True) -> None:
-        """Refuse everything but loading a checkpoint: an update broke off. ``reported``: whether ``cause`` is raised to
-        the program as well. Called on the thread of the update, which may be a worker's.
+        """Refuse everything but loading a checkpoint: an update, or a load, broke off. ``reported``: whether ``cause``
+        is raised to the program as well. Called on the thread of the update, which may be a worker's.
         """
         # As text: an exception would keep the frames that it came through, and their tensors.
         self.corrupted_by = f"{type(cause).__name__}: {cause}"
         if not reported:
             self._unreported = cause
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change masters or states that belong together: what breaks off inside leaves some of them as they were."""
+        try:
+            yield
+        except BaseException as e:
+            self.mark_corrupted(e)
+            raise
 
     @property
     def is_corrupted(self) -> bool:
@@ -423,6 +432,6 @@ class StepState:
         """Refuse to go on with a half-made update."""
         if self.is_corrupted:
             raise GeminiError(
-                f"an update of this model broke off ({self.corrupted_by}): its weights and states are half of one "
-                "step and half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
+                f"an update of this model, or a load, broke off ({self.corrupted_by}): some of its weights and states "
+                "are old and some new. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
             ) from self._unreported

@@ -523,6 +523,17 @@ def test_an_encoder_decoder_has_no_stages(gemini_command: Command, tmp_path: Pat
     assert "pp" not in best["mesh"]["mesh"] and not any("pp" in other["options"] for other in best["alternatives"])
 
 
+def test_images_over_a_mesh_have_no_tokens(gemini_command: Command, tmp_path: Path) -> None:
+    body = {
+        "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32, "patch_size": 8,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(body))
+    best = gemini_command.told("plan", path, "--machine", "dgx-a100", "--gpus", "2", "--parallel", "auto")
+    assert best["batch"]["pixel_values"] == [1, 3, 32, 32] and best["fits"]
+
+
 def test_an_output_is_written_whole_or_not_at_all(
     gemini_command: Command, traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.errors import BudgetExceeded
+from gemini.errors import BudgetExceeded, StorageError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
 from gemini.train import wrap as wrapping
@@ -22,7 +22,7 @@ from gemini.train.setup.adoption import Adoption
 from gemini.train.slices import layers, slicing
 from gemini.train.step import StepState
 from tests import models
-from tests.train.helpers import Blocks, adam, make_config, squares, wrap
+from tests.train.helpers import Blocks, adam, assert_same_snapshot, make_config, snapshot, squares, train, wrap
 
 
 def _interrupted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -154,3 +154,77 @@ def test_params_are_whole_where_an_interrupt_ends_their_cutting(
     assert sliced.params
     for name, param in raw.named_parameters():
         assert torch.equal(param, before[name]), name
+
+
+def _load_optimizer(model: Any, optimizer: Any) -> None:
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(
+        {**state, "state": {key: {**of, "step": of["step"] + 7} for key, of in state["state"].items()}}
+    )
+
+
+def _write_gathered(model: Any, optimizer: Any) -> None:
+    with model.gathered(write=True):
+        for param in model.parameters():
+            param.add_(1)
+
+
+def _multiply(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _load_optimizer,
+        lambda model, _: model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}),
+        _write_gathered,
+        _multiply,
+        lambda _, optimizer: optimizer.state.clear(),
+    ],
+    ids=["optimizer's state", "state of the model", "gathered", "one param", "states anew"],
+)
+def test_what_a_drive_has_let_be_written_by_half_trains_no_further(
+    change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap(Blocks(), "disk", tmp_path, slack=2**22)
+    optimizer = adam(model)
+    train(model, optimizer, [0], squares, clip=None)
+    gemini.save_checkpoint(tmp_path / "c", model, optimizer)
+    before, mover, stored = snapshot(model), model._gemini_engine.store.mover, []
+
+    def store(*args: Any) -> None:
+        stored.append(args)
+        if len(stored) == 2:
+            raise StorageError("a drive that fails")
+        real(*args)
+
+    real = mover.store
+    with monkeypatch.context() as patched:
+        patched.setattr(mover, "store", store)
+        with pytest.raises(StorageError, match="a drive that fails"):
+            change(model, optimizer)
+    with pytest.raises(gemini.GeminiError, match="broke off"):
+        squares(model, 1)
+    gemini.load_checkpoint(tmp_path / "c", model, optimizer)
+    assert_same_snapshot(before, snapshot(model))
+    train(model, optimizer, [1], squares, clip=None)
+
+
+def test_what_one_param_cannot_take_is_written_to_none(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "disk", tmp_path, slack=2**22)
+    before = snapshot(model)
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    state["layers.1.weight"] = state["layers.1.weight"].to(torch.uint8)
+    with pytest.raises(ValueError, match="'layers.1.weight' is not quantized"):
+        model.load_state_dict(state)
+    assert_same_snapshot(before, snapshot(model))
+    with pytest.raises(gemini.ParamAccessError, match=r"'layers.1.weight' was given other memory"):
+        with model.gathered(write=True):
+            for param in model.parameters():
+                param.add_(1)
+            model.layers[1].weight.data = torch.zeros(32, 32, dtype=torch.bfloat16)
+    assert_same_snapshot(before, snapshot(model))
+    squares(model, 0).backward()

@@ -179,7 +179,7 @@ class Device(ABC):
         """
 
     def host_sums(self, areas: Sequence[torch.Tensor]) -> Callable[..., tuple[Event, Event, Any]] | None:
-        """What lands gradients that the host has to add, through these areas of host memory, which nobody else uses.
+        """Lands gradients that the host has to add, through these areas of host memory, which nobody else uses.
         Called with one, its plane on the host, what rounding has lost there or None, the elements of a piece, and
         whether to add, it gives copies and calls of the host to the device, in order, and ``behind_computing`` or not:
         when the gradient may go, when it is there, and what then has its ``sums()``, or raises what went wrong. None
@@ -218,7 +218,7 @@ class Device(ABC):
         return 0
 
     def fragments_percent(self) -> int:
-        """What torch's allocator loses to fragments, in percent of the activations and gradients that it hands out."""
+        """The percentage of activations and gradients that torch's allocator loses to fragments."""
         return 0
 
     def begin_budget(  # noqa: B027 - host memory is paged

@@ -46,7 +46,7 @@ class WeightSource(Protocol):
         """Start to fill the populated window of a chunk: the end of that."""
 
     def upcoming(self) -> Iterable[tuple[int, int]]:
-        """What is fetched ahead from here on, (moment, chunk)."""
+        """The fetches ahead from here on, (moment, chunk)."""
 
     def follow(self) -> None:
         """Do what comes behind the chunk that was just acquired."""

@@ -16,7 +16,7 @@ _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 class _Inside(threading.local):
-    """Of each thread, whether its forward is in a kept block, and how many of them it has entered."""
+    """By thread, whether its forward is in a kept block, and how many of them it has entered."""
 
     kept = False
     number = 0

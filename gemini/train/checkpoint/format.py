@@ -414,7 +414,7 @@ def _encode_tensor(value: torch.Tensor, tensors: list[torch.Tensor], where: str)
 
 
 def decode(data: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """What :func:`encode` was given, which has put these ``tensors`` aside."""
+    """Turn back what :func:`encode` was given, which has put these ``tensors`` aside."""
     if isinstance(data, list):
         return [decode(value, tensors) for value in data]
     if not isinstance(data, dict):

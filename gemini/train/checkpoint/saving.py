@@ -36,7 +36,16 @@ from gemini.train.checkpoint.format import (
     read_manifest,
 )
 from gemini.train.checkpoint.read import Reader
-from gemini.train.checkpoint.states import ModelPart, Rest, joined, part_of, plain_states, rng_states, scheduler_kind
+from gemini.train.checkpoint.states import (
+    ModelPart,
+    NoScheduler,
+    Rest,
+    joined,
+    part_of,
+    plain_states,
+    rng_states,
+    scheduler_kind,
+)
 from gemini.train.checkpoint.write import (
     CheckpointHome,
     Draft,
@@ -99,7 +108,8 @@ def save_checkpoint(
         TypeError: if the scheduler, ``model.state_dict()`` or ``extra`` contains something else than plain values and
             dense tensors, by name. Nothing was written.
     """
-    return run_alone(_engine(model).state, _save, directory, model, optimizer, scheduler, extra, wait=wait)
+    given = NoScheduler() if scheduler is None else scheduler
+    return run_alone(_engine(model).state, _save, directory, model, optimizer, given, extra, wait=wait)
 
 
 def _save(
@@ -127,7 +137,7 @@ def _save(
             raise GeminiError(
                 "save_checkpoint between backward and step: gradients are not saved; call it after step()"
             )
-        if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        if not hasattr(scheduler, "state_dict"):
             raise TypeError(
                 f"scheduler is a {type(scheduler).__name__}, which has no state_dict(): what else is to be kept goes "
                 "into extra="
@@ -153,7 +163,7 @@ def _save(
 
 
 def _home_of(engine: Engine, folder: Path, store: StoreFolder | None, draft: Draft) -> CheckpointHome:
-    """Where this rank writes its part: of the params that no other rank writes, into the store if there is one."""
+    """Make the home of this rank's part, the params that no other rank writes: the store, if there is one."""
     ranks, tile = engine.ranks, engine.store.mover.tile
     copies = engine.params.copies(ranks.stages.rank)
     handles = [handle for handle in engine.params.handles if handle not in copies]
@@ -188,7 +198,8 @@ def load_checkpoint(
             if the model does not take the buffers and extra state that were saved. Nothing was changed.
     """
     with ExitStack() as using:
-        return run_alone(_engine(model).state, _load, directory, model, optimizer, scheduler, using)
+        given = NoScheduler() if scheduler is None else scheduler
+        return run_alone(_engine(model).state, _load, directory, model, optimizer, given, using)
 
 
 def _load(
@@ -253,7 +264,7 @@ def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: An
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),
         "buffers": encode(part.buffers, tensors, "state_dict()"),
         "scheduler_kind": scheduler_kind(scheduler),
-        "scheduler": None if scheduler is None else encode(scheduler.state_dict(), tensors, "scheduler"),
+        "scheduler": encode(scheduler.state_dict(), tensors, "scheduler"),
         "extra": encode(extra, tensors, "extra"),
     }
     if rule.factors:

@@ -97,13 +97,23 @@ def _try_rng_states(path: Path, states: dict[str, Any]) -> None:
         set_rng_states(before)
 
 
+class NoScheduler:
+    """In the place of a scheduler, of one without any."""
+
+    def state_dict(self) -> None:
+        """Say that there is none."""
+
+    def load_state_dict(self, state: None) -> None:
+        """Take that in."""
+
+
 def scheduler_kind(scheduler: Any) -> str | None:
     """A name that tells schedulers apart whose states look alike; None without one."""
-    return None if scheduler is None else type(scheduler).__qualname__
+    return None if isinstance(scheduler, NoScheduler) else type(scheduler).__qualname__
 
 
 class ModelPart(NamedTuple):
-    """What is here of a model, by the names that its params have in the whole model."""
+    """The part of a model that is here, by the names that its params have in the whole model."""
 
     params: dict[str, SavedParam]
     groups: list[dict[str, Any]]
@@ -154,7 +164,7 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
 
 
 class Rest:
-    """What a checkpoint holds besides masters and states. What is of another model, optimizer or scheduler is refused
+    """The rest of a checkpoint besides masters and states. What is of another model, optimizer or scheduler is refused
     in the making of it (PlanMismatch, saying what), which changes nothing, or by the model and the scheduler in
     ``load_own``; ``put_back`` has nothing left to object to.
     """
@@ -195,12 +205,12 @@ class Rest:
         for states in self._rng:
             _try_rng_states(path, states)
         self._state = decode(manifest.scheduler, values)
-        if (scheduler is None) != (self._state is None):
-            had = "with" if scheduler is None else "without"
+        if (has_none := isinstance(scheduler, NoScheduler)) != (self._state is None):
+            had = "with" if has_none else "without"
             raise PlanMismatch(f"{path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
         kind = manifest.scheduler_kind
         why = f"it was a {kind}" if kind not in (None, scheduler_kind(scheduler)) else ""
-        if not why and scheduler is not None and (name := _differing(scheduler.state_dict(), self._state)):
+        if not (why or has_none) and (name := _differing(scheduler.state_dict(), self._state)):
             why = f"their states differ in {name!r}"
         if why:
             raise self._other_scheduler(why)
@@ -240,11 +250,10 @@ class Rest:
             raise PlanMismatch(
                 f"{self._path} was saved for a model with other buffers or extra state: {'; '.join(why)}"
             ) from refusal
-        if self._scheduler is not None:
-            try:
-                self._scheduler.load_state_dict(self._state)
-            except Exception as e:
-                raise self._other_scheduler(e) from e
+        try:
+            self._scheduler.load_state_dict(self._state)
+        except Exception as e:
+            raise self._other_scheduler(e) from e
 
     def _beside_params(self) -> dict[str, Any]:
         return {**self._scales, **beside_params(self._model, self._by_names)}
@@ -384,15 +393,14 @@ def _names_within(state: dict[str, Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def _taken_back_on_error(scheduler: Any, optimizer: HybridOptimizer) -> Iterator[None]:
-    """Give a scheduler, if there is one, the state that it has now if there is an error, and groups what they have."""
-    before = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+    """Give a scheduler the state that it has now if there is an error, and groups what they have."""
+    before = copy.deepcopy(scheduler.state_dict())
     of_groups = [(group, dict(group)) for group in optimizer.param_groups]  # a scheduler may set learning rates
     try:
         yield
     except BaseException:
-        if scheduler is not None:
-            with contextlib.suppress(Exception):  # one that does not take what it gave cannot be helped
-                scheduler.load_state_dict(before)
+        with contextlib.suppress(Exception):  # one that does not take what it gave cannot be helped
+            scheduler.load_state_dict(before)
         for group, was in of_groups:
             group.update(was)
         raise

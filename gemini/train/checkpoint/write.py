@@ -168,7 +168,7 @@ class Draft(NamedTuple):
 
 
 class CheckpointHome(ABC):
-    """Where a checkpoint is kept. Every rank puts its own pieces; then all of them commit it, or none."""
+    """A place where a checkpoint is kept. Every rank puts its own pieces; then all of them commit it, or none."""
 
     place: Path
     draft: Draft

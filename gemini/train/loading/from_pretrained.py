@@ -490,24 +490,23 @@ class StoredModel(Skeleton):
 
         model, settings, made = self._stored, self._source.settings, self._source.made
         with contextlib.ExitStack() as stack:
-            opened = None
+            opened, steps = None, dict[str, Callable[..., Any]]()
             if names is not None:
                 keys = list({key for name in names if name in made for key in made[name].keys})
                 opened = dict(zip(keys, open_tensors(self._source.file_of, keys, stack), strict=True))
                 settings = replace(settings, weight_mapping=deepcopy(settings.weight_mapping))
                 stack.enter_context(replaced(model, "_weight_conversions", None))
+                steps["tqdm"] = lambda each, **_: each
             stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
             # It asks about the tensors of that state dict, and reads slices of what it takes for DTensors.
             by_meta = {id(self._metas[name]): reading for name, reading in (readings or {}).items()}
-            steps: dict[str, Callable[..., Any]] = {
+            steps |= {
                 "set_param_for_module": put,
                 "is_dtensor": lambda param: id(param) in by_meta,
                 "DtensorShardOperation": lambda param: by_meta[id(param)],
                 # Else threads read far ahead, and what is replaced here is so for this one alone.
                 "ThreadPoolExecutor": lambda **_: None,
             }
-            if names is not None:
-                steps["tqdm"] = lambda each, **_: each
             for step in steps.keys() & vars(core_model_loading).keys():  # an older one reads whole tensors
                 stack.enter_context(replaced_for_thread(core_model_loading, step, steps[step]))
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)

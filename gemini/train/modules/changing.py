@@ -124,7 +124,7 @@ def hook_around(
 
 
 class _Outside:
-    """What is called in the place of a compiled call, with hooks around it: torch's own would be compiled with it."""
+    """A call in the place of a compiled one, with hooks around it: torch's own would be compiled with it."""
 
     def __init__(self, module: nn.Module, pre: Any, post: Any, with_kwargs: bool):
         self._inner: Any = module._compiled_call_impl

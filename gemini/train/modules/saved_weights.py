@@ -328,7 +328,7 @@ _disable = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 def overwritten(tensor: torch.Tensor, version: int) -> RuntimeError:
-    """What torch says where a tensor that autograd saved was written to since it had that version."""
+    """The error of torch where a tensor that autograd saved was written to since it had that version."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "

@@ -241,7 +241,7 @@ def tile_tokens(model: nn.Module, tokens: int | str | None) -> TokenTiles:
 
 
 def auto_tokens(model: nn.Module, tokens: int) -> list[int | str]:
-    """What ``tile_tokens="auto"`` tries for a batch of ``tokens``, in turn: the head alone, then all there is."""
+    """Tiles of ``tile_tokens="auto"`` for a batch of ``tokens``, to try in turn: the head alone, then all there is."""
     tiles = TokenTiles(model, LEAST_TILE)
     head = tiles.head
     size = tile_tokens_for(tokens, *((head.layer.out_features, head.layer.in_features) if head else (0, 1)))

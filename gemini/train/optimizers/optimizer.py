@@ -10,6 +10,7 @@ an fp32 ``master``). The update is written down once, in the rule, and is the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -329,6 +330,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         owner = self._owner()
         # All that can be refused is refused up to the agreement of ranks; from there on nothing is.
         with Attempt() as attempt:
+            if owner is not None:
+                owner.state.check_masters("the state of an optimizer is written")
             states_of.check_owned(self, self._handles())
             for hook in hooks:
                 changed = hook(self, state_dict)
@@ -347,7 +350,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         elif attempt.refusal is not None:
             raise attempt.refusal
         groups = [loaded_group(group, mine) for group, mine in zip(saved, self.param_groups, strict=True)]
-        with WHOLE:
+        with WHOLE, nullcontext() if owner is None else owner.state.changing():
             for param, state in zip(params_of(self), states, strict=True):
                 if (handle := handle_of(param)) is not None:
                     states_of.write_state(handle, state)

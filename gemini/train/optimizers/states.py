@@ -256,13 +256,15 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
     if not used:
         return
     state = owner_of(used[0]).state
-    if not state.is_corrupted:  # else a checkpoint is going to overwrite all of it, and nothing less helps
-        owner_of(used[0]).stepping.updates.drain()
-    with WHOLE:
+    if state.is_corrupted:  # a checkpoint is going to overwrite all of it, and nothing less helps
         for handle in used:
-            if not state.is_corrupted:
-                write_state(handle, {})
-            # Also where nothing was written: a corrupted model gets its states from the checkpoint.
+            handle.num_steps = 0
+        return
+    state.check_masters("the state of an optimizer is written")
+    owner_of(used[0]).stepping.updates.drain()
+    with WHOLE, state.changing():
+        for handle in used:
+            write_state(handle, {})
             handle.num_steps = 0
 
 

@@ -126,9 +126,7 @@ class ByName:
         """
         if value.shape != handle.own_shape:
             raise ValueError(f"{handle.name!r} has shape {tuple(handle.own_shape)}, was given {tuple(value.shape)}")
-        if (value.dtype is torch.uint8) is not handle.chunk.spec.coded:
-            what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
-            raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
+        refuse_codes(handle, value)
         handle.chunk.settle()
         # Written again they would lose the residual: a model's weights alone do not have the lower half.
         if handle.restored == handle.num_steps and same_bits(self.read(handle).to(value.dtype), value):
@@ -137,7 +135,8 @@ class ByName:
         with WHOLE:  # the two halves of a bf16 master, above all
             self._observers.before_write(handle.chunk)
             rest = None if lower is None else _own_part(handle, lower)
-            self._write(handle.chunk, handle.part.start, _own_part(handle, value), rest)
+            with self.state.changing():
+                self._write(handle.chunk, handle.part.start, _own_part(handle, value), rest)
             self._forget_copies(handle)
 
     def write_first(self, handles: list[ParamHandle], values: list[torch.Tensor]) -> None:
@@ -252,7 +251,8 @@ class ByName:
         with WHOLE:
             self._observers.before_write(handle.chunk)
             old = read_range(self._mover, handle.chunk.weights, handle)
-            store_range(self._mover, handle.chunk.weights, handle.part.start, self._merged(handle, value, old))
+            with self.state.changing():
+                store_range(self._mover, handle.chunk.weights, handle.part.start, self._merged(handle, value, old))
             self._forget_copies(handle)
 
     def _on_all(
@@ -311,13 +311,6 @@ class ByName:
         changed in place.
         """
         chunk, slot = handle.chunk, handle.slot
-        if handle.param.data_ptr() != handle.view.data_ptr() or handle.param.dtype != chunk.flat.dtype:
-            # Back to its window first: the block is left by this error, and the param must not keep foreign memory.
-            handle.param.data = handle.view
-            raise ParamAccessError(
-                f"inside gathered(write=True) {handle.name!r} was given other memory (param.data = ...), which is not "
-                "taken over: write into it, with param.copy_(value)"
-            )
         if handle.param._version != handle.version:
             note_writes([handle])
         self._observers.before_write(chunk)
@@ -372,6 +365,13 @@ def owner_of(handle: ParamHandle) -> Owner:
     if not owner:
         raise ParamAccessError(f"the model that managed {handle.name!r} was deleted; its params hold nothing any more")
     return owner
+
+
+def refuse_codes(handle: ParamHandle, value: torch.Tensor) -> None:
+    """Refuse values of a param of 4-bit codes that are none, and codes for any other one, with a ValueError."""
+    if (value.dtype is torch.uint8) is not handle.chunk.spec.coded:
+        what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
+        raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
 
 
 # ---- planes ----------------------------------------------------------------------------------------------------------

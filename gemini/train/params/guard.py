@@ -233,7 +233,7 @@ class Weights(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where the values seem to be: what else takes part in an operation is there as well."""
+        """The device where the values seem to be: what else takes part in an operation is there as well."""
         return owner_of(self.handle).store.device.torch_device
 
     @property

@@ -19,7 +19,7 @@ from torch import nn
 
 from gemini.interrupts import WHOLE
 from gemini.ranks.agree import Attempt, Facts, Point, value_facts
-from gemini.train.params.by_name import ByName
+from gemini.train.params.by_name import ByName, refuse_codes
 from gemini.train.params.handle import ParamHandle, handle_of, original_class
 
 
@@ -116,8 +116,9 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
             # A collective: a rank whose state was refused comes here too, with its refusal.
             by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, attempt.refusal)
             writing.enter_context(WHOLE)  # Ctrl-C leaves no model that is half loaded
-        for handle, value in writes:
-            by_names.write(handle, value)
+        with by_names.state.changing():
+            for handle, value in writes:
+                by_names.write(handle, value)
     return result
 
 
@@ -149,6 +150,7 @@ def _check(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
                 f"load_state_dict: the value of {name!r} ({value.dtype}, {value.layout}, on {value.device}) is not a "
                 "dense tensor with values: load the checkpoint on the CPU, and call .to_dense() or .dequantize()"
             )
+        refuse_codes(handle, value)
         if handle.cut and tuple(value.shape) != handle.whole_shape:
             errors.append(
                 f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from the state, the shape "

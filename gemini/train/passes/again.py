@@ -68,7 +68,7 @@ class Draws:
 
 
 class Beginning:
-    """What a forward begins with, as far as it might change it. Made before each, so it copies nothing."""
+    """The state that a forward begins with, as far as it might change it. Made before each, so it copies nothing."""
 
     def __init__(self, model: nn.Module, batch: Any, draws: Draws, backward_number: int):
         self._modules, self.draws, self._backward_number = [*model.modules()], draws, backward_number
@@ -112,7 +112,7 @@ def own_hooks(model: nn.Module) -> set[int]:
 
 
 def marks_of(module: nn.Module) -> dict[str, Any]:
-    """What tells whether a module's attributes and buffers are other ones. References would keep activations alive that
+    """Marks of a module's attributes and buffers, to tell other ones. References would keep activations alive that
     it keeps itself, so their identities do.
     """
     found: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def marks_of(module: nn.Module) -> dict[str, Any]:
 
 
 class Again:
-    """What one model does when its device runs out of memory. Called by the training thread alone."""
+    """Sees one model through when its device runs out of memory. Called by the training thread alone."""
 
     def __init__(self, parts: Parts, backward: BackwardPass, recovery: Recovery):
         self._store, self._state, self._calls = parts.store, parts.state, parts.calls

@@ -23,7 +23,7 @@ from gemini.errors import ParamAccessError
 from gemini.interrupts import WHOLE, call_without_grad, yield_without_grad
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
-from gemini.ranks.agree import Point, value_facts
+from gemini.ranks.agree import Attempt, Point, value_facts
 from gemini.ranks.wire import Wire
 from gemini.train.activations.store import ActivationStore
 from gemini.train.gradients.scaling import Scaling
@@ -41,7 +41,7 @@ from gemini.train.observers import (
 )
 from gemini.train.params.by_name import ByName, owner_of
 from gemini.train.params.exposure import Exposure, take_in, undo_writes
-from gemini.train.params.handle import ParamHandle, ParamSet, handles_of
+from gemini.train.params.handle import ParamHandle, ParamSet, handles_of, note_writes
 from gemini.train.setup.adoption import TrainedParams
 from gemini.train.sharding.shards import Company
 from gemini.train.step import StepState
@@ -396,17 +396,21 @@ class ForwardPass:
                 takes_over = False
                 try:
                     yield from yield_without_grad()  # torch allows writes to weights only there
-                    # Before any master changes, on every rank: what was not written alike is refused on all.
+                    # Before any master changes, on every rank: what one refuses, or has not written alike, all refuse.
+                    with Attempt() as attempt:
+                        _refuse_other_memory(handles)
                     values = ((h.name, self._by_names.to_compare(h, h.view)) for h in handles)
-                    self._by_names.agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))
-                    with WHOLE:  # Ctrl-C leaves no write half done
+                    facts = partial(value_facts, values)
+                    self._by_names.agree(Point.WRITE, "gathered(write=True)", facts, attempt.refusal)
+                    with WHOLE, self.state.changing():  # Ctrl-C leaves no write half done
                         takes_over = True
                         for handle in handles:
                             self._by_names.take_over(handle, before.get(handle.name))
                 except BaseException:
                     with WHOLE:
-                        # Nothing was taken over: weights in place get their old values, windows are dropped below.
-                        if not takes_over:
+                        if takes_over:
+                            note_writes(handles)  # else the guard would tell of them in the place of what went wrong
+                        else:  # weights in place get their old values, windows are dropped below
                             _undo_writes(handles, before)
                     raise
         finally:
@@ -437,7 +441,7 @@ class ForwardPass:
             self.end_rewriting(handles, before)
 
     def _take_over(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
-        with self.lock, WHOLE:
+        with self.lock, WHOLE, self.state.changing():
             for handle in handles:
                 # PEFT sets `weight.data`: the values come into the window before torch's count is compared.
                 take_in(handle)
@@ -457,6 +461,15 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
 def resident_chunks(handles: Iterable[ParamHandle]) -> tuple[Chunk, ...]:
     """Find the chunks whose weights are written to in place: their updates have to be over when a write begins."""
     return tuple({handle.chunk.spec.index: handle.chunk for handle in handles if handle.chunk.resident}.values())
+
+
+def _refuse_other_memory(handles: Iterable[ParamHandle]) -> None:
+    for handle in handles:
+        if handle.param.data_ptr() != handle.view.data_ptr() or handle.param.dtype != handle.chunk.flat.dtype:
+            raise ParamAccessError(
+                f"inside gathered(write=True) {handle.name!r} was given other memory (param.data = ...), which is not "
+                "taken over: write into it, with param.copy_(value)"
+            )
 
 
 def _undo_writes(handles: Iterable[ParamHandle], before: dict[str, torch.Tensor]) -> None:

@@ -51,7 +51,7 @@ _CROSSING = (WEIGHTS, *GRADS)
 
 
 class Built(NamedTuple):
-    """What :func:`build` hands to the engine."""
+    """The parts that :func:`build` hands to the engine."""
 
     decision: Decision
     params: ParamSet

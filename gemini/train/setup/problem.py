@@ -124,7 +124,7 @@ def prepare(
 
 
 def _facts_of_job(config: GeminiConfig) -> Facts:
-    """What must be alike on all ranks of a job."""
+    """State what must be alike on all ranks of a job."""
     # The paths may differ between machines: only whether there is one is compared.
     paths = {f"{tier.value}_path": bool(config.memory.paths_of(tier)) for tier in FILED}
     sizes = [f.name for f in fields(config.memory) if f.compare and f.name not in paths]
@@ -143,7 +143,7 @@ def _facts_of_job(config: GeminiConfig) -> Facts:
 
 
 def _facts_of_params(structure: Structure, named: list[NamedParam]) -> Facts:
-    """What must be alike on all ranks that have the same params."""
+    """State what must be alike on all ranks that have the same params."""
     # By every name: a tie on one rank alone shows as a difference here.
     params = {
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
@@ -435,16 +435,14 @@ def _buffer_bytes(structure: Structure) -> int:
     return sum(storages.values())
 
 
-def structural_trace(
-    model: nn.Module | Structure, precision: str, keep_fp32: KeepFp32 = "auto", *, target: str = "cpu"
-) -> MemoryTrace:
+def structural_trace(model: nn.Module | Structure, precision: str, keep_fp32: KeepFp32 = "auto") -> MemoryTrace:
     """The moments of ``model`` as its modules are declared, forward and then backward in reverse. A moment holds what
     one module reads, what the modules around it read, and, because a module that owns params may read its leaf
     children's weights itself (``out_proj.weight`` in an attention module that calls a fused op), theirs. So the largest
     set of chunks over the moments is the room that gathered weights need whatever forward does.
     """
     structure = structure_of(model)
-    return trace_of(structure, precision, kept_in_fp32(structure, precision, keep_fp32), target=target)
+    return trace_of(structure, precision, kept_in_fp32(structure, precision, keep_fp32))
 
 
 def trace_of(structure: Structure, precision: str, kept: Collection[int], *, target: str = "cpu") -> MemoryTrace:

@@ -191,7 +191,7 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _outline(tensor: torch.Tensor) -> Any:
-    """Where a tensor lies, as NumPy sees it: of any dtype and on any device, for its memory is not touched."""
+    """The place of a tensor, as NumPy sees it: of any dtype and on any device, for its memory is not touched."""
     size = tensor.itemsize
     form = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "typestr": f"|V{size}", "version": 3}
     strides = tuple(stride * size for stride in tensor.stride())

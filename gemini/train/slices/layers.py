@@ -26,7 +26,7 @@ _DOING = "a sum over the slices of a layer (tp)"
 
 
 class _Through(Function):
-    """What ``there`` makes of a value; ``back`` makes its gradient."""
+    """Put a value through ``there``, and its gradient through ``back``."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, there: Way, back: Way) -> torch.Tensor:

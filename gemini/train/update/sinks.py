@@ -31,7 +31,7 @@ from gemini.train.update.updates import Updates
 
 
 class GradientSink:
-    """Where the gradients of one model go. For one process, or for ranks none of which has the same params. Called
+    """The way of one model's gradients. For one process, or for ranks none of which has the same params. Called
     inside a backward, on the thread that runs it, and by the training thread at the step. ``transient``: whether
     gradients are kept nowhere.
     """

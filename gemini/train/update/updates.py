@@ -414,14 +414,10 @@ class Updates:
     def _undo(self, job: UpdateJob) -> None:
         """Undo a guess that was dropped and is over, and nothing else. Raises StorageError if the spill file fails."""
         if job.guess.is_dropped and job.chunk.is_guessed:
-            try:
-                with WHOLE:
-                    job.guess.undo()
-                    job.chunk.is_guessed = False
-                    self.guesses.num_undone += 1
-            except Exception as e:
-                self._state.mark_corrupted(e)
-                raise
+            with WHOLE, self._state.changing():
+                job.guess.undo()
+                job.chunk.is_guessed = False
+                self.guesses.num_undone += 1
 
     def close(self) -> None:
         """End with the model: chunks that somebody keeps must keep no job."""
@@ -462,7 +458,7 @@ def _sums_of(handles: list[ParamHandle]) -> dict[ParamHandle, kernels.Sums]:
 
 
 class DeferredFiniteChecks:
-    """What is yet to be looked at of the gradients of one model that were used. Called by the training thread alone;
+    """Looks that are yet to be taken at gradients of one model that were used. Called by the training thread alone;
     ``alone``: whether the model is this process's only.
     """
 
