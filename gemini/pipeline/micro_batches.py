@@ -21,11 +21,14 @@ from gemini.pipeline.stages import Stage, Strayed
 from gemini.planning.planes import GRAD
 from gemini.tracing.ahead import loss_of as loss_in
 from gemini.tracing.ahead import rebind_forward
+from gemini.train.modules import token_tiles
 from gemini.train.params.handle import original_class, stepping_in_backward
 from gemini.train.passes.again import marks_of, own_hooks
+from gemini.train.setup.problem import computes_with_liger
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
+_OF_TRANSFORMERS = ("make_inputs_require_grads", "output_capturing_hook")
 _SEEN = "_gemini_courses"
 """Attribute of a model: its :class:`_Seen`. Whoever has stages keeps their model alive; here their cycle goes with it.
 """
@@ -232,10 +235,13 @@ def has_to_move(model: Any) -> bool:
 
 
 def _course_of(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> Course | str:
+    if computes_with_liger(model):
+        return "it computes with Liger's kernels, which cannot be run without values to see how a forward runs through"
     try:
         course = course_of(_plain_twin(model), part, None if loss is None else lambda output: loss(output, part))
     except Exception as e:  # of code that nobody has run without values before: the ordinary order needs none
-        return str(e) if isinstance(e, (ValueError, GeminiError)) else f"{type(e).__name__}: {e}"
+        why = str(e) if isinstance(e, (ValueError, GeminiError)) else f"{type(e).__name__}: {e}"
+        return why.partition(". Use dp")[0].partition(". Give Pipeline")[0]  # which is done instead here
     return _why_not(model, course) or course
 
 
@@ -277,8 +283,8 @@ def _why_not_now(model: Any) -> str | None:
     for module in model.modules():
         hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
         theirs = [hook for known in hooks for number, hook in known.items() if number not in ours]
-        # But for that of transformers on an embedding, for gradient checkpointing.
-        if any(getattr(hook, "__name__", "") != "make_inputs_require_grads" for hook in theirs):
+        # But for those of transformers on an embedding, for gradient checkpointing, and for states that are asked for.
+        if any(getattr(hook, "__name__", "") not in _OF_TRANSFORMERS for hook in theirs):
             return f"the program has hooked a {type(module).__name__}, whose hooks would be called in another order"
     return None
 
@@ -322,4 +328,7 @@ def _plain_twin(model: Any) -> nn.Module:
     twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in own.items()})
     for module, other in zip(model.modules(), twin.modules(), strict=True):
         rebind_forward(module, other)
+        # Tiles close over the managed module itself.
+        if getattr(other.__dict__.get("forward"), "__globals__", {}).get("__name__") == token_tiles.__name__:
+            del other.__dict__["forward"]
     return twin  # type: ignore[no-any-return]

@@ -479,7 +479,8 @@ def rebind_forward(own: nn.Module, other: nn.Module) -> None:
         if forward is not None and forward is compiled_part(own):
             del other.__dict__["forward"]
             forward = getattr(forward, "_torchdynamo_orig_callable", forward)
-    function: Any = getattr(forward, "__func__", None)
+    # A method of something else was copied with it.
+    function: Any = getattr(forward, "__func__", None) if getattr(forward, "__self__", None) is own else None
     if not isinstance(function, FunctionType) or function is type(own).forward:
         return
     cells = list[CellType]()

@@ -29,7 +29,7 @@ from gemini.train.adapters import faces_of, refuse_unsupported, refused
 from gemini.train.checkpoint import export
 from gemini.train.engine import Engine, engine_of
 from gemini.train.modules.changing import compile_blocks, refuse_compiled_whole, refuse_injected
-from gemini.train.modules.mixed import MADE, move_buffers, warn_of_fp16
+from gemini.train.modules.mixed import move_buffers, warn_of_fp16
 from gemini.train.modules.reading import Structure
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
 from gemini.train.params.handle import ParamHandle, handle_of
@@ -329,11 +329,7 @@ class GeminiDDP(nn.Module):
         engine = engine_of(self)
         # Figures of a model at rest: what is in flight would be counted in neither of its places.
         engine.drain()
-        decision = engine.decision
-        kept = [decision.kept.get(key, MADE) for key in engine.params.in_fp32]
-        return make_report(
-            engine.store, decision.problem.layout, engine.shards, engine.updates.guesses, decision.tile_tokens, kept
-        )
+        return make_report(engine)
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
         """Record whole training steps: what took how long, and what each tier held::

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,17 +16,14 @@ from gemini.errors import GeminiError, human_bytes, listed
 from gemini.interrupts import WHOLE
 from gemini.ledger import Ledger
 from gemini.memory.devices.device import Device
-from gemini.memory.store import ChunkStore
 from gemini.memory.watching import RecordedStep, Recorder
-from gemini.planning.layout import Layout
 from gemini.planning.planes import GRADS
 from gemini.planning.timeline import Timeline, Track, human_seconds
 from gemini.planning.trace import MemoryTrace, tile_words
 from gemini.tiers import Tier
 from gemini.train.engine import Engine
+from gemini.train.modules.mixed import MADE
 from gemini.train.observers import iter_tensors
-from gemini.train.sharding.shards import Company
-from gemini.train.update.guess import GuessRecord
 
 _FOR_RANKS = ("other ranks", Track.GATHER.value, Track.REDUCE.value)
 
@@ -48,7 +45,7 @@ class MemoryReport(dict[str, Any]):
     - "params": the number of managed params. "bytes_per_param": bytes of weights and states. "grad_bytes_per_param":
       bytes reserved for gradients between backward and update. Both are per trained param.
     - "fp32": by why, the number of params that stay in fp32 in a model of bf16 or fp16 (``GeminiConfig(keep_fp32=)``).
-    - "tile_tokens": as in the config, or with "auto" what the planner chose. None: not tiled.
+    - "tile_tokens", "kept_blocks": as in the config, or with "auto" what the planner chose. None: not tiled.
     - "speculation": how many of the updates that ``HybridAdam(speculate=True)`` made during backward were "kept" and
       how many "undone" (or not made, for lack of room), since the model was wrapped.
     - "allocator", on CUDA: torch's "allocated" and "reserved" bytes, their peaks ("allocated_peak", "reserved_peak"),
@@ -87,6 +84,8 @@ class MemoryReport(dict[str, Any]):
             lines.append(f"params that stay in fp32: {stay}")
         if self["tile_tokens"] is not None:
             lines.append(f"in tiles: {tile_words(self['tile_tokens'])} at a time")
+        if self["kept_blocks"]:
+            lines.append(f"not computed again in backward: {self['kept_blocks']} blocks")
         return "\n".join(lines)
 
 
@@ -116,19 +115,14 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
     }
 
 
-def make_report(
-    store: ChunkStore,
-    layout: Layout,
-    company: Company,
-    guesses: GuessRecord,
-    tile_tokens: int | str | None = None,
-    kept: Iterable[str] = (),
-) -> MemoryReport:
-    """Make the report of a model as it stands, nothing in flight. ``kept``: of each param that stays in fp32, why."""
+def make_report(engine: Engine) -> MemoryReport:
+    """Make the report of a model as it stands, nothing in flight."""
+    store, decision, guesses = engine.store, engine.decision, engine.updates.guesses
     ledger, report = store.ledger, MemoryReport()
-    report["fp32"] = dict(sorted(Counter(kept).items()))
+    in_fp32 = Counter(decision.kept.get(key, MADE) for key in engine.params.in_fp32)
+    report["fp32"] = dict(sorted(in_fp32.items()))
     report["speculation"] = {"kept": guesses.num_kept, "undone": guesses.num_undone}
-    report["tile_tokens"] = tile_tokens
+    report["tile_tokens"], report["kept_blocks"] = decision.tile_tokens, decision.kept_blocks
     for tier in ledger.tiers:
         report[tier.value] = {
             "budget": ledger.budget(tier),
@@ -141,10 +135,11 @@ def make_report(
         report["allocator"] = allocator
     report["moved"] = dict(sorted(store.mover.watch.moved_last_step.counts().items()))
     report["stalls"] = dict(store.mover.watch.stalls)
-    if company.ranks.shares_params:
-        report["sent"] = dict(sorted(company.sent_last_step.items()))
+    if engine.ranks.shares_params:
+        report["sent"] = dict(sorted(engine.shards.sent_last_step.items()))
     trained = [chunk for chunk in store.chunks if chunk.trained]
     num_trained = sum(chunk.spec.payload for chunk in trained)
+    layout = decision.problem.layout
     ranks = layout.ranks  # each holds an equal shard
     # Bytes of all ranks over params of the whole model: padding of shards is in it.
     state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind not in GRADS)
@@ -174,7 +169,7 @@ class _Whole(NamedTuple):
 
 
 class Recording:
-    """The result of ``model.recording()``: read :attr:`timeline` after a whole step, inside the block or behind it."""
+    """What ``model.recording()`` gives: read :attr:`timeline` after a whole step, inside the block or behind it."""
 
     def __init__(self, engine: Engine, model: nn.Module, trace: MemoryTrace | None):
         """PlanMismatch is raised for a trace of another model."""

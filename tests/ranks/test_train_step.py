@@ -10,6 +10,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -113,6 +114,7 @@ def nothing_is_said() -> Iterator[None]:
     """A model that is computed in the ordinary order by mistake would pass all comparisons."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="train_step")
+        warnings.filterwarnings("error", message="tile_tokens")
         yield
 
 
@@ -135,6 +137,61 @@ def test_the_bits_of_accumulation(where: str, settings: dict[str, Any], own_loss
     assert_same(*both(make, where, str(tmp_path), own_loss=own_loss, **settings))
 
 
+def adapted(**how: Any) -> Any:
+    return peft.get_peft_model(untied("llama"), peft.LoraConfig(r=4, target_modules="all-linear", **how)).train()
+
+
+def checkpointed(model: Any, reentrant: bool = False) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def compiled(model: Any) -> Any:
+    for block in model.model.layers:
+        block.compile(backend="eager")
+    return model
+
+
+def asked_for_states(model: Any) -> Any:
+    """From here on transformers has a hook on each block."""
+    model(**unequal(0)[0], output_hidden_states=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, settings",
+    [
+        (lambda: untied("llama"), {"tile_tokens": 5}),
+        (lambda: untied("llama"), {"tile_tokens": "head=5"}),
+        (lambda: checkpointed(untied("llama")), {"tile_tokens": "head=5,mlp=7"}),
+        (lambda: checkpointed(untied("llama")), {"kept_blocks": 1, "offload_activations": "nvme"}),
+        (lambda: checkpointed(untied("llama"), reentrant=True), {}),
+        (lambda: compiled(untied("llama")), {}),
+        (adapted, {}),
+        (partial(adapted, use_dora=True, modules_to_save=["lm_head"]), {}),
+        (lambda: checkpointed(adapted()), {"precision": "bf16"}),
+        (lambda: untied("mixtral"), {}),
+        (lambda: asked_for_states(untied("llama")), {}),
+    ],
+    ids="tiles head both kept reentrant compiled lora dora checkpointed-lora moe states".split(),
+)  # fmt: skip
+def test_models_as_programs_change_them_are_cut(make: Any, settings: dict[str, Any], tmp_path: Any) -> None:
+    """Where they could not be, a warning would say so, which is an error here."""
+    assert_same(*both(make, "disk", str(tmp_path), **{"gradients": "accumulate", **settings}))
+
+
+def with_routers(model: Any) -> Any:
+    model.config.output_router_logits = True
+    return model
+
+
+def with_liger(model: Any) -> Any:
+    own = partial(type(model.model.norm).forward, model.model.norm)
+    own.__module__ = "liger_kernel.transformers.rms_norm"  # type: ignore[attr-defined]
+    model.model.norm.forward = own
+    return model
+
+
 def test_each_block_is_read_twice_and_its_gradients_land_once(tmp_path: Any) -> None:
     """On a drive: eight micro-batches read and write what two do."""
     moved = []
@@ -154,10 +211,13 @@ def test_each_block_is_read_twice_and_its_gradients_land_once(tmp_path: Any) -> 
     [
         (partial(half, tie_word_embeddings=True), {}, "is also"),
         (partial(half, attention_dropout=0.1), {}, "dropout"),
-        (partial(small, "t5"), {}, "pass on hidden states alone"),
+        (partial(small, "t5"), {}, "pass on hidden states alone$"),
         (half, {"precision": "fp16"}, "loss scale"),
+        (lambda: with_routers(untied("mixtral")), {}, "a loss of its routers"),
+        (lambda: with_liger(untied("llama")), {}, "computes with Liger's kernels"),
+        (partial(adapted, lora_dropout=0.1), {}, "dropout"),
     ],
-    ids=["tied", "dropout", "encoder-decoder", "fp16"],
+    ids=["tied", "dropout", "encoder-decoder", "fp16", "routers", "liger", "adapters"],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_computed_one_after_another(make: Any, settings: Any, why: str, tmp_path: Any) -> None:
     config = config_for("disk", str(tmp_path), **{"gradients": "accumulate", **settings})

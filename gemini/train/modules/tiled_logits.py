@@ -383,7 +383,8 @@ class Head:
             # Only a training forward with labels computes a loss; any other is for its logits.
             trains = self.model.training and torch.is_grad_enabled()
             if not trains or given.get("labels") is None:
-                if trains and not self._has_warned:
+                # A stage before the last has another module in the place of the head.
+                if trains and not self._has_warned and self.model.get_output_embeddings() is self.layer:
                     self._has_warned = True
                     warn(
                         f"{self.label} is called without labels, for whole logits, so no tile of its head is computed: "

@@ -260,7 +260,7 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
             f"the trace has kept_blocks={trace.kept_blocks} and the config kept_blocks={config.kept_blocks}, so its "
             "activation memory is wrong for this run. Trace again, or leave it out here: then it is as in the trace"
         )
-    if trace.kernels and not _computes_with_liger(structure.model):
+    if trace.kernels and not computes_with_liger(structure.model):
         raise PlanMismatch(
             f"the trace is of a model with {trace.kernels}'s kernels, and this one computes without them, so its "
             "activation memory is wrong for this run. TrainingArguments(use_liger_kernel=True) or liger_kernel's "
@@ -278,7 +278,7 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
     return trace
 
 
-def _computes_with_liger(model: nn.Module) -> bool:
+def computes_with_liger(model: nn.Module) -> bool:
     """Whether a module of it has its forward from that package: of its class, or put in its place."""
     forwards = (module.forward for module in model.modules())
     return any((getattr(forward, "__module__", None) or "").startswith("liger_kernel.") for forward in forwards)
