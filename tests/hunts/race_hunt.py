@@ -245,7 +245,10 @@ def wrap_in(schedule: Schedule, budget: int, directory: Path) -> tuple[Any, gemi
     if schedule.shared:  # what is small first
         memory = replace(config.memory, durable=False)
         frozen = schedule.recipe.make_model().requires_grad_(False)
-        other = gemini.GeminiDDP(frozen, replace(config, memory=memory, optimizer=None, kept_blocks=None))
+        device = schedule.config(budget, directory).device  # of its own
+        other = gemini.GeminiDDP(
+            frozen, replace(config, memory=memory, device=device, optimizer=None, kept_blocks=None)
+        )
     return *schedule.recipe.wrap(config, guesses=schedule.guesses), other
 
 
@@ -437,15 +440,14 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
             same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters saved after {reader.saved_at}")
             same_all(optimizer.state_dict()["state"], world.states, f"states saved after {reader.saved_at}")
         same_all(averages_of(schedule.recipe, model), worlds[reader.saved_at].averages, "final averages")
-        for each in (model, other) if schedule.shared else (model,):
-            check_invariants(each)
+        check_invariants(model)
+        if schedule.shared:
+            check_invariants(other)
         reader.seen["kept"] = world_of(model).guesses.num_kept
         reader.seen["undone"] = world_of(model).guesses.num_undone
         reader.seen["evictions"] = world_of(model).num_evictions
         seen = reader.seen + jobs
         del reader, optimizer, model, other
-        with contextlib.suppress(NameError):
-            del each
         gc.collect()
     check_nothing_left(before)
     return seen

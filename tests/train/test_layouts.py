@@ -263,6 +263,23 @@ def test_they_train_and_come_back(precision: str, where: str, tmp_path: Path) ->
 
 
 @loud
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+@pytest.mark.parametrize("where", ["disk", "standin"])
+def test_their_gradients_add_up_behind_backward(where: str, gradients: str, tmp_path: Path) -> None:
+    """What adds to a gradient that never landed is an error; an empty one has no sums, and has landed."""
+    model = wrap(WithNothing(), where, tmp_path, gradients=gradients, slack=2**16)
+    optimizer = adam(model)
+    for seed in range(2):
+        for micro in range(3):
+            loss_of(model, 3 * seed + micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    world_of(model).check()
+    assert world_of(model).by_names["nothing"].num_steps == 2
+
+
+
+@loud
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_updates_in_backward(where: str, tmp_path: Path) -> None:
     model, plain = wrap(WithNothing(), where, tmp_path, gradients="transient"), Plain(WithNothing())

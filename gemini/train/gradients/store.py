@@ -265,7 +265,7 @@ class GradientStore:
             try:
                 flights.wait_until_over()
                 # Landings are in order, so the one that this adds to is over, and has left sums if it went well.
-                if adding and not before:
+                if adding and flat.numel() and not before:
                     raise GeminiError(f"the gradient of {handle.name!r} that this one adds to has not landed")
                 with torch.profiler.record_function("gemini::land"), mover.working(working):
                     # In place: by now the gradient may be that of an update, and the param have none.
