@@ -83,7 +83,12 @@ class EMA:
             run_alone(state, self._enter, own)
             yield
         finally:
-            run_alone(self._engine.state, self._leave, own)
+            try:
+                run_alone(self._engine.state, self._leave, own)
+            except KeyboardInterrupt:
+                # It may have come before the exchange, and nobody else would bring the masters back.
+                run_alone(self._engine.state, self._leave, own)
+                raise
 
     def _read(self, handle: ParamHandle) -> torch.Tensor:
         by_names, in_place = self._engine.by_names, self._engine.state.shows_averages

@@ -225,7 +225,7 @@ def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam, A
             wrapped = wrap_in(schedule, budget, directory)
         except gemini.BudgetExceeded as refusal:
             named = re.search(r"budget to at least ([\d.]+ [KMG]iB)", str(refusal))
-            least = parse_bytes(named[1], what="the error") if named and not schedule.shared else int(1.1 * budget)
+            least = parse_bytes(named[1], what="the error") if named and not schedule.shared else int(1.3 * budget)
             budget = max(budget + 4096, least)
             gc.collect()  # of two models one is there
             continue

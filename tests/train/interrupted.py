@@ -66,16 +66,19 @@ class Checkpointed(Blocks):
 class World:
     """A model, its optimizer, and the state of it that every trial begins in.
 
-    ``inside``: it updates in backward. ``offloads``: it has activations, which are offloaded.
+    ``inside``: it updates in backward. ``offloads``: it has activations, which are offloaded. ``averaged``: its params
+    have moving averages.
     """
 
-    def __init__(self, where: str, path: Path, *, inside: bool = False, offloads: bool = False):
+    def __init__(self, where: str, path: Path, *, inside: bool = False, offloads: bool = False, averaged: bool = False):
         self.path, self.offloads = path, offloads
         make: type[Blocks] = Checkpointed if offloads else Blocks
         how: dict[str, Any] = {"gradients": "transient"} if inside else {}
         config = dataclasses.replace(
             make_config(make(), where, path, slack=2**18 if offloads else 2**16, **how), update_threads=1
         )
+        if averaged:
+            config = dataclasses.replace(config, optimizer=gemini.optim.AveragedRule(decay=0.5))
         if offloads:
             memory = dataclasses.replace(config.memory, nvme="64MiB", nvme_path=path)
             config = dataclasses.replace(config, memory=memory, offload_activations="nvme")
@@ -114,7 +117,7 @@ class World:
 class Operation:
     """``prepare`` is not interrupted, ``run`` is; ``end`` ends what an interrupted one has left to the program."""
 
-    inside = offloads = False
+    inside = offloads = averaged = False
 
     def prepare(self, world: World) -> None:
         world.reset()
@@ -148,6 +151,34 @@ class StepInside(Step):
 
 class StepOffloaded(Step):
     offloads = True
+
+
+class StepByBlocks(Operation):
+    def run(self, world: World) -> None:
+        parts = [{"x": noise(2, 5, 32, seed=seed)} for seed in (3, 4)]
+        gemini.train_step(world.model, parts, lambda output, part: output.float().square().mean() / 2)
+        world.optimizer.step()
+        world.drain()
+        world.optimizer.zero_grad()
+
+
+class SwappedIn(Operation):
+    averaged = True
+
+    def run(self, world: World) -> None:
+        with gemini.EMA(world.model).swapped_in():
+            world.model.full_param("layers.1.weight")
+
+
+class Parked(Operation):
+    def run(self, world: World) -> None:
+        with world.model.parked():
+            world.model.full_param("layers.1.weight")
+
+    def end(self, world: World) -> None:
+        with world.model.parked():
+            pass  # one that was interrupted on its way back comes back
+        super().end(world)
 
 
 class Drain(Operation):
@@ -233,14 +264,16 @@ OPERATIONS: dict[str, type[Operation]] = {
     "step": Step, "step inside": StepInside, "step offloaded": StepOffloaded, "drain": Drain,
     "forward and backward": ForwardBackward, "save": Save, "save behind": SaveBehind, "load": Load,
     "load states": LoadStates, "load weights": LoadWeights,
-    "gathered write": GatheredWrite,
+    "gathered write": GatheredWrite, "step by blocks": StepByBlocks, "swapped in": SwappedIn, "parked": Parked,
 }  # fmt: skip
 
 
 def make_trials(where: str, name: str, path: Path) -> Trials:
     """Of the operation of that name, in a world of its own."""
     operation = OPERATIONS[name]()
-    return Trials(World(where, path, inside=operation.inside, offloads=operation.offloads), operation)
+    return Trials(
+        World(where, path, inside=operation.inside, offloads=operation.offloads, averaged=operation.averaged), operation
+    )
 
 
 class Trials:

@@ -574,3 +574,27 @@ def test_what_a_device_stops_leaves_the_average_too(is_first: bool, isa: str) ->
         assert all(same_bits(states[kind], old[1][kind]) for kind in states) and same_bits(weights, old[0])
         RULE.run(arrays, segments, stop.fill_(0), torch.tensor([0.25]))
     assert all(same_bits(states[kind], wanted[1][kind]) for kind in states) and same_bits(weights, wanted[0])
+
+
+def test_ctrl_c_before_the_masters_come_back_does_not_keep_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block is over then: nobody else would bring them back, and each step would be refused."""
+    rule = gemini.optim.AveragedRule(decay=0.5)
+    model: Any = gemini.GeminiDDP(nn.Linear(4, 4), gemini.GeminiConfig(optimizer=rule, device="cpu", precision="fp32"))
+    optimizer, x, leave, calls = gemini.HybridAdam(model.parameters(), lr=0.1), torch.ones(2, 4), gemini.EMA._leave, []
+
+    def interrupted(self: Any, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        leave(self, *args)
+
+    for step in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            master = model.full_param("weight")
+            monkeypatch.setattr(gemini.EMA, "_leave", interrupted)
+            with pytest.raises(KeyboardInterrupt), gemini.EMA(model).swapped_in():
+                pass
+            assert torch.equal(model.full_param("weight"), master) and len(calls) == 2

@@ -278,7 +278,6 @@ def test_their_gradients_add_up_behind_backward(where: str, gradients: str, tmp_
     assert world_of(model).by_names["nothing"].num_steps == 2
 
 
-
 @loud
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_updates_in_backward(where: str, tmp_path: Path) -> None:
