@@ -320,10 +320,10 @@ class GeminiTrainerMixin:
         self._gemini_steps.begin(samples)
         return samples, num_items
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of TRL's, which gathers rewards without the accelerator."""
-        self.accelerator._gemini_turns.leave()
-        return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of TRL's, which gathers rewards and texts without the accelerator."""
+        with self.accelerator._gemini_turns.before_functions_of(type(self)):
+            return super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""

@@ -9,13 +9,21 @@ anything that is not in it, and nobody waits.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import accelerate.utils
 from torch import nn
 
+from gemini.patches import original, replaced_for_thread
 from gemini.ranks.agree import Point
+
+_FUNCTIONS = ("gather", "gather_object")
+"""What modules of TRL's import from ``accelerate.utils`` and call without an accelerator."""
 
 
 class Turns:
@@ -40,6 +48,23 @@ class Turns:
         if self._last is not model:
             self.leave()
         self._last = model
+
+    @contextmanager
+    def before_functions_of(self, kind: type) -> Iterator[None]:
+        """Inside, accelerate's functions wait as its methods do where modules of ``kind`` and its bases call them, for
+        this thread alone.
+        """
+        with ExitStack() as stack:
+            for name in {base.__module__ for base in kind.__mro__}:
+                module = sys.modules.get(name)
+                for function in _FUNCTIONS:
+                    if original(module, function) is getattr(accelerate.utils, function):
+                        stack.enter_context(replaced_for_thread(module, function, partial(self._after_all, function)))
+            yield
+
+    def _after_all(self, function: str, *args: Any, **kwargs: Any) -> Any:
+        self.leave()
+        return getattr(accelerate.utils, function)(*args, **kwargs)
 
     def leave(self) -> None:
         """Wait until all ranks have ended what they do in the model that this one has used last.

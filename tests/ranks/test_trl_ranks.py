@@ -109,3 +109,31 @@ def test_two_ranks_have_the_figures_of_the_stock_trainer(
             assert all(weights == whole // 2 for weights, whole in run["held"]), (which, run["held"])
         if which[0] in ONLINE:
             assert ours["lengths"] != two[1]["lengths"], which
+
+
+def judge(kind: str, folder: str) -> list[float]:
+    """On every rank: two steps whose reward is a function that asks the reference, on rank 1 more often."""
+    from tests.integrations import test_trl_beside as cases
+
+    own, times = Path(folder), 1 + 3 * torch.distributed.get_rank()
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        for number in range(times):
+            trainer.ref_model(input_ids=torch.full((1, 4 + number), 3))
+        return [float(len(completion)) for completion in completions]
+
+    memory = cases.budget(own, shared=False, cpu="2MiB")
+    how = {"model": str(own / "policy"), "reward_funcs": [reward], "reward_processing_classes": None, "max_steps": 2}
+    trainer, record = cases.make(kind, own / "judged", True, memory, **how)
+    trainer.train()
+    return record.of("reward")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["GRPO", pytest.param("RLOO", marks=pytest.mark.slow)])
+def test_a_reward_may_ask_a_model_more_often_on_one_rank(kind: str, pool_of: Pools, tmp_path: Path) -> None:
+    """What TRL gathers without the accelerator waits too until all have ended in the model."""
+    from tests.integrations.test_trl_beside import saved
+
+    saved(tmp_path / "policy")
+    one, two = pool_of(2).run(judge, kind, str(tmp_path), seconds=100)
+    assert one == two and len(one) == 2
