@@ -43,6 +43,7 @@ from .lightning_averages import Decay, keep_averages
 from .rules import hybrids_of
 from .settings import check_config, check_precision, config_of, resolve_config, warn_half
 from .torch_files import keep_promises, promised_model_state, promised_optimizer_state, write_torch_file
+from .turns import Turns
 
 try:
     import lightning.pytorch as pl
@@ -251,6 +252,7 @@ class GeminiStrategy(DDPStrategy):
         self._weights_only: bool | None = None
         self._in_step = False  # whether a step runs as the forward: the model is in its middle, and not interrupted
         self._decay: Decay | None = None
+        self._turns = Turns()
         super().__init__(**ddp)
 
     @classmethod
@@ -324,6 +326,7 @@ class GeminiStrategy(DDPStrategy):
                 )
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.model = self._manage(self.lightning_module, fitting)
+        self._turns.watch(self.model)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -388,6 +391,28 @@ class GeminiStrategy(DDPStrategy):
         else:
             with self.managed.no_sync():
                 yield
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's, when all ranks have ended what they do in the model: they may generate other lengths."""
+        self._turns.leave()
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's, after all ranks have ended what they do in the model."""
+        self._turns.leave()
+        return super().broadcast(*args, **kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's, after all ranks have ended what they do in the model."""
+        self._turns.leave()
+        return super().reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's, after all ranks have ended what they do in the model."""
+        self._turns.leave()
+        return super().all_gather(*args, **kwargs)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

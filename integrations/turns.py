@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import accelerate.utils
 from torch import nn
 
 from gemini.patches import original, replaced_for_thread
@@ -54,17 +53,19 @@ class Turns:
         """Inside, accelerate's functions wait as its methods do where modules of ``kind`` and its bases call them, for
         this thread alone.
         """
+        from accelerate import utils  # not there for Lightning
+
         with ExitStack() as stack:
             for name in {base.__module__ for base in kind.__mro__}:
                 module = sys.modules.get(name)
                 for function in _FUNCTIONS:
-                    if original(module, function) is getattr(accelerate.utils, function):
-                        stack.enter_context(replaced_for_thread(module, function, partial(self._after_all, function)))
+                    if original(module, function) is (own := getattr(utils, function)):
+                        stack.enter_context(replaced_for_thread(module, function, partial(self._after_all, own)))
             yield
 
-    def _after_all(self, function: str, *args: Any, **kwargs: Any) -> Any:
+    def _after_all(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.leave()
-        return getattr(accelerate.utils, function)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     def leave(self) -> None:
         """Wait until all ranks have ended what they do in the model that this one has used last.

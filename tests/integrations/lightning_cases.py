@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,21 @@ class Tiny(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"], weight_decay=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), "interval": "step"}}
+
+
+class Asking(Tiny):
+    """Validation asks the model more often on rank 1, of which a module has to be gathered each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = (nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH)) for _ in range(12))
+        self.blocks = nn.ModuleList(wide)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        for _ in range(1 + 3 * self.trainer.global_rank):
+            loss = self.loss_of(batch)
+        self.log("asked", loss, sync_dist=True)
+        self.all_gather(loss)
 
 
 class Looking(Tiny):
@@ -248,6 +264,12 @@ def main(out: str) -> None:
     by_hand, _, _ = plain_loop(Tiny(), own, batches_of(averaging.global_rank), accumulate=2, clip=0.5)
     with gemini.EMA(by_hand).swapped_in():
         found["averaged by hand"] = by_hand.state_dict(dtype=torch.float32)
+    small = gemini.MemoryBudget(cpu="560KiB", nvme="64MiB", nvme_path=out)
+    drive = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+    own = gemini.GeminiConfig(precision="fp32", memory=small, placement=drive, max_chunk=256)
+    asking = trainer(GeminiStrategy(own, timeout=timedelta(seconds=100)), devices=2)
+    asking.fit(Asking(), batches_of(asking.global_rank), loader(8))
+    found["asked"] = float(asking.callback_metrics["asked"])
     try:
         (Path(out) / "taken").write_text("a file where a folder would have to be")
         again.save_checkpoint(Path(out) / "taken" / "x.ckpt")

@@ -71,6 +71,11 @@ def test_two_ranks_end_with_the_averages_of_a_callback(job: Any) -> None:
             assert not torch.equal(value, first["half"][f"master/{name}"]), name
 
 
+def test_ranks_may_ask_the_model_more_or_less_often(job: Any) -> None:
+    """Before Lightning's own collectives all wait until they have ended in the model."""
+    assert job[1][0]["asked"] == job[1][1]["asked"] > 0
+
+
 def test_one_file_for_any_number_of_ranks(job: Any) -> None:
     out, (first, _) = job
     module = Tiny()
