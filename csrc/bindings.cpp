@@ -138,8 +138,7 @@ PYBIND11_MODULE(_C, m) {
                  return host.land(isa, at(copying), at(adding), at(src), src_dtype, n, piece, at(dst), dst_dtype,
                                   at(lo), is_added);
              },
-             nogil())
-        .def_readwrite("fails_at", &HostSums::fails_at);
+             nogil());
     m.def("stream_rmw3",
           [](Isa isa, Address a, Address b, Address c, Address d, int64_t n) {
               stream_rmw3(isa, at(a), at(b), at(c), at(d), n);

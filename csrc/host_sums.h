@@ -42,8 +42,6 @@ public:
     std::shared_ptr<Landed> land(Isa isa, void* copying, void* adding, const void* src, Dtype src_dtype, int64_t n,
                                  int64_t piece, void* dst, Dtype dst_dtype, void* lo, bool is_added);
 
-    int64_t fails_at = -1;  // for tests: the piece, counted from the first of all, whose kernel throws
-
 private:
     std::vector<void*> areas_, full_, free_;  // events by area
     const int64_t area_bytes_;

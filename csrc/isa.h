@@ -41,14 +41,19 @@ namespace gemini {
 enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2 };
 
 inline bool runs_here(Isa isa) {
-    if (isa == Isa::scalar) return true;
+    switch (isa) {
+        case Isa::scalar:
+            return true;
 #if defined(GEMINI_X86)
-    if (isa == Isa::avx2) return __builtin_cpu_supports("avx2");
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-    return false;
+        case Isa::avx2:
+            return __builtin_cpu_supports("avx2");
+        case Isa::avx512:
+            return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
+        default:  // Python may make one of any number
+            return false;
+    }
 }
 
 template <class Kernel>

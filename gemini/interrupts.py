@@ -47,10 +47,11 @@ class Whole:
         self._noted: float | None = None
         """When the first SIGINT came that has not taken effect."""
         self._handler = self._receive  # one object: getsignal() tells by it whether it is still ours
+        self._main = threading.main_thread().ident  # a process that another thread has forked has none: nothing waits
 
     def __enter__(self) -> None:
-        # As `current_thread() is main_thread()`, which are two calls: this is around every landing of a gradient.
-        if threading.get_ident() == threading._main_thread._ident:  # type: ignore[attr-defined]
+        # Not `current_thread() is main_thread()`, which are two calls: this is around every landing of a gradient.
+        if threading.get_ident() == self._main:
             # The handler first. A signal between the two lines takes effect at once and puts the old handler back: the
             # block has not begun.
             if self._before is None:
@@ -66,21 +67,21 @@ class Whole:
 
     def __exit__(self, *error: object) -> None:
         # Depth is the main thread's. A worker inside `with WHOLE` must not end the block of the main thread.
-        if self._depth and threading.get_ident() == threading._main_thread._ident:  # type: ignore[attr-defined]
+        if self._depth and threading.get_ident() == self._main:
             self._depth -= 1
             if self._depth == 0 and self._still is None:
                 self._restore()
 
     def hold(self, still: Callable[[], bool]) -> None:
         """Begin to wait, until :meth:`let_go` or, should that never be called, as long as ``still()`` is true."""
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == self._main:
             self.__enter__()
             self._still = still
             self._depth -= 1
 
     def let_go(self) -> None:
         """The end of :meth:`hold`: a SIGINT that has come takes effect now. Nothing if nothing is held."""
-        if self._still is not None and threading.current_thread() is threading.main_thread():
+        if self._still is not None and threading.get_ident() == self._main:
             # Before the handler goes: a signal in between is the program's.
             self._still = None
             if self._depth == 0:

@@ -13,7 +13,7 @@ import platform
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from datetime import timedelta
@@ -29,7 +29,7 @@ from torch import nn
 
 import gemini
 from gemini import kernels
-from gemini.errors import GeminiError, StorageError, counted, human_bytes
+from gemini.errors import StorageError, counted, human_bytes
 from gemini.jobs import refusing
 from gemini.jobs.screen import WIDEST, human_count
 from gemini.jobs.settings import DoctorSettings
@@ -52,34 +52,36 @@ def doctor(asked: DoctorSettings, console: Console) -> int:
     if not launch.speaks():
         return 0
 
-    def show(title: str, lines: Iterable[str]) -> bool:
+    def show(title: str, say: Callable[..., Iterable[str]], *of: Any) -> bool:
         """A section, whose lines are printed as they are found; whether it came to its end."""
         console.print(title, style="bold")
         try:
-            for line in lines:
+            for line in say(*of):
                 console.print(f"  {line}")
-        except (GeminiError, OSError) as e:
+        except (RuntimeError, OSError) as e:  # ours, or torch's where others have all of a GPU
             console.print("Problems", style="bold")
             console.print(f"  {e}")
             return False
         return True
 
     if asked.store is not None:
-        return 0 if show("Durable store", _store(asked.store)) else 1
-    show("Versions", _versions())
+        return 0 if show("Durable store", _store, asked.store) else 1
+    show("Versions", _versions)
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used"
     threads = f"torch uses {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} threads"
-    show("CPU", [f"{_cpu_name()}, {cores}", threads])
-    show("Native kernels", str(kernels.capabilities()).splitlines())
-    show("Memory", _memory())
-    show("GPU", _gpus())
-    usable = bool(asked.nvme_path) or show("NVMe", ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"])
+    show("CPU", lambda: [f"{_cpu_name()}, {cores}", threads])
+    show("Native kernels", lambda: str(kernels.capabilities()).splitlines())
+    show("Memory", _memory)
+    show("GPU", _gpus)
+    usable = bool(asked.nvme_path) or show(
+        "NVMe", lambda: ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"]
+    )
     for path in asked.nvme_path:
-        usable = show("NVMe", _nvme(path)) and usable
+        usable = show("NVMe", _nvme, path) and usable
         if is_store(path):
-            usable = show("Durable store", _store(path)) and usable
+            usable = show("Durable store", _store, path) and usable
     if asked.measure and usable:
-        usable = show("Measured", _figures(asked, min(console.width, WIDEST)))
+        usable = show("Measured", _figures, asked, min(console.width, WIDEST))
     return 0 if usable else 1
 
 
@@ -129,8 +131,8 @@ def _gpus() -> Iterator[str]:
             yield f"{index}: {torch.cuda.get_device_name(index)}, {free} free of {total}"
 
 
-def _nvme(path: Path) -> Iterator[str]:
-    yield from str(nvme.probe(path)).splitlines()
+def _nvme(path: Path) -> list[str]:
+    return str(nvme.probe(path)).splitlines()
 
 
 # ---- how fast the machine is -----------------------------------------------------------------------------------------

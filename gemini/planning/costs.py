@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Problem
-from gemini.planning.planes import ADAM, GRAD, RuleSpec, touched_bytes
+from gemini.planning.planes import ADAM, GRAD, RuleSpec
 from gemini.planning.trace import Moment, Product
 from gemini.tiers import FILED, Boundary, Tier
 
@@ -265,7 +265,8 @@ class Costs:
         """
         chunk = problem.layout.chunks[index]
         grad_bytes = chunk.numel // problem.layout.ranks * chunk.itemsize(problem.precision)
-        touched = touched_bytes({GRAD: grad_bytes, **problem.sizes[index]})
+        rule = problem.rule.of(chunk.exact)
+        touched = rule.touched_bytes({GRAD: grad_bytes, **problem.sizes[index]})
         if tier is Tier.GPU:
             if not self._hardware.has("update_gpu"):
                 return self.gpu_pass(touched)
@@ -275,7 +276,7 @@ class Costs:
         per_param = self._get("update_cpu", what)
         if self._update_threads is not None:
             per_param = max(per_param, self._get("update_cpu_one", what) / self._update_threads)
-        seconds = per_param * touched / ADAM.touched * problem.rule.of(chunk.exact).beyond_bytes
+        seconds = per_param * touched / ADAM.touched * rule.beyond_bytes
         if not seconds:
             return Cost(0.0, {})
         through_memory = touched / self._get("dram_bandwidth", what) if self._hardware.has("dram_bandwidth") else 0.0

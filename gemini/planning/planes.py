@@ -19,7 +19,7 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -231,7 +231,15 @@ class RuleSpec:
     def touched(self) -> int:
         """Bytes that an update in bf16 with a split master reads and writes, per param; blocks are counted whole."""
         specs = plane_specs("bf16", "retain", self, trainable=True).values()
-        return touched_bytes({spec.kind: spec.num_bytes(ALIGN) for spec in specs}) // ALIGN
+        return self.touched_bytes({spec.kind: spec.num_bytes(ALIGN) for spec in specs}) // ALIGN
+
+    def touched_bytes(self, planes: Mapping[PlaneKind, int]) -> int:
+        """Bytes that an update reads and writes, of planes of so many: all are read, all but gradients written. What
+        has passes of its own over masters (an average) reads and writes these again.
+        """
+        passes = 1 + sum(spec.kind == EMA for spec in self.planes)
+        times = {GRAD: 1, GRAD_ERROR: 0, WEIGHTS: 2 * passes, RESIDUAL: 2 * passes}
+        return sum(num_bytes * times.get(kind, 2) for kind, num_bytes in planes.items())
 
     @cached_property
     def beyond_bytes(self) -> float:
@@ -319,11 +327,3 @@ def plane_specs(
 def bytes_by_kind(specs: Iterable[PlaneSpec], numel: int) -> dict[PlaneKind, int]:
     """Bytes of planes for ``numel`` elements, in whole pages each."""
     return {spec.kind: spec.page_bytes(numel) for spec in specs}
-
-
-def touched_bytes(planes: dict[PlaneKind, int]) -> int:
-    """Bytes that an update reads and writes, of planes of so many bytes: all are read, all but gradients written; an
-    average is a pass of its own, which reads and writes the master again.
-    """
-    times = {GRAD: 1, GRAD_ERROR: 0, **(dict.fromkeys((WEIGHTS, RESIDUAL), 4) if EMA in planes else {})}
-    return sum(num_bytes * times.get(kind, 2) for kind, num_bytes in planes.items())

@@ -35,6 +35,22 @@ def test_doctor_speaks_of_every_part(gemini_command: Command) -> None:
         assert re.search(rf"{name}( \d|,|$)", result.stdout, re.M), "with its version, or as not installed"
 
 
+def test_a_gpu_that_others_have_all_of_is_a_problem_in_words(
+    gemini_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("gemini.jobs.doctor.prefer_expandable_segments", lambda: "as it is")
+    for name in ("current_device", "mem_get_info"):  # the first one makes a context
+        monkeypatch.setattr(f"torch.cuda.{name}", full)
+    result = gemini_command.ok("doctor")
+    assert result.stdout.count("Problems\n  CUDA out of memory") == 2 and "\nNVMe\n" in result.stdout
+
+
 def test_doctor_says_how_states_lie_in_several_nodes(gemini_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemini.jobs.doctor.memory_nodes", lambda: (0, 1))
     assert "of 2 NUMA nodes: states are spread over them" in " ".join(gemini_command.ok("doctor").stdout.split())
