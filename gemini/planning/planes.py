@@ -234,9 +234,7 @@ class RuleSpec:
         return self.touched_bytes({spec.kind: spec.num_bytes(ALIGN) for spec in specs}) // ALIGN
 
     def touched_bytes(self, planes: Mapping[PlaneKind, int]) -> int:
-        """Bytes that an update reads and writes, of planes of so many: all are read, all but gradients written. What
-        has passes of its own over masters (an average) reads and writes these again.
-        """
+        """Bytes that an update of planes of so many reads and writes; an average goes over the masters once more."""
         passes = 1 + sum(spec.kind == EMA for spec in self.planes)
         times = {GRAD: 1, GRAD_ERROR: 0, WEIGHTS: 2 * passes, RESIDUAL: 2 * passes}
         return sum(num_bytes * times.get(kind, 2) for kind, num_bytes in planes.items())
