@@ -22,7 +22,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gemini
-from gemini.planning import working
+from gemini.planning import schedules, working
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.hardware import Hardware, machine
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
@@ -82,6 +82,13 @@ class Told(NamedTuple):
     """Bytes/s of that engine, of the small machine."""
     timeline: Any
 
+    @property
+    def foreseen(self) -> float:
+        """Seconds of a step for which the simulator has nothing to compute: its last gradients land, and what is read
+        first is updated.
+        """
+        return sum(self.timeline.stalls.get(what, 0.0) for what in ("update", "gradient landing"))
+
 
 INSIDE, GUESSED = {"step_in_backward": True}, {"step_in_backward": True, "speculate": True}
 RTX4090, RTX5090, H100 = 24564 * 2**20, 32606 * 2**20, 81559 * 2**20
@@ -121,6 +128,8 @@ def _trace(side: int, layers: int, tokens: int, kept: int) -> MemoryTrace:
     )  # fmt: skip
 
 
+SMALL_TILE = 16 * TILE // SCALE
+"""Elements of staging: what has four slots of whole pages, and of which many are a chunk, as of the large model."""
 FLOPS = 1e12
 """Of the small GPU: a moment has as many as it takes seconds of these."""
 
@@ -212,6 +221,8 @@ def _charge(model: nn.Module, trace: MemoryTrace, clock: VirtualClock, hardware:
         module.register_forward_hook(charge(path))
 
 
+@patch.object(schedules, "TILE", SMALL_TILE)
+@patch.object(working, "TILE", SMALL_TILE)
 @patch.object(working, "FLIGHTS", {tier: num_bytes // SCALE for tier, num_bytes in working.FLIGHTS.items()})
 def clocked(case: Case, folder: Path, *, num_steps: int = 3) -> Told:
     """The last of some steps."""
@@ -243,7 +254,6 @@ def clocked(case: Case, folder: Path, *, num_steps: int = 3) -> Told:
         model: Any = gemini.GeminiDDP(small, config)
         model.train()
         world = world_of(model)
-        world.mover.tile = TILE // SCALE
         optimizer = gemini.HybridAdam(model.parameters(), lr=1e-4, **case.how)
         ids = torch.randint(0, 128256 // SIDE, tuple(trace.batch["input_ids"]))
         for _ in range(num_steps):

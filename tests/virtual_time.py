@@ -211,8 +211,7 @@ class VirtualClock:
         """Give the device something to compute, behind what it was given before."""
         self.spend(self.rates.call)
         with self._change:
-            if self.engines["compute"].spans:
-                self.starved += max(0.0, self.now - self._computed)
+            self._note_starved()
             self._computed = self.engines["compute"].place(max(self.now, self._computed), seconds).stop
 
     def copy(self, way: str, stream: str, num_bytes: int, behind: Sequence[Event | None], free_at: float) -> Event:
@@ -252,7 +251,14 @@ class VirtualClock:
     def compute_after(self, at: float) -> None:
         """Let what is given to compute from now on begin no earlier."""
         with self._change:
-            self._computed = max(self._computed, at)
+            if at > self.now:  # what is past already keeps nobody waiting: nothing is queued by it
+                self._note_starved()
+                self._computed = max(self._computed, at)
+
+    def _note_starved(self) -> None:
+        """Something is given to the computing stream now: until then it may have had nothing."""
+        if self.engines["compute"].spans:
+            self.starved += max(0.0, self.now - self._computed)
 
     def take_memory(self, num_bytes: int) -> float:
         """Take memory that nobody had before, else what was left first: when it is free."""

@@ -119,7 +119,7 @@ def test_a_fetch_waits_for_its_block_and_not_for_the_computation(device: Device)
 
 def test_a_host_that_runs_far_ahead_mixes_no_windows_up(device: Device) -> None:
     """Eight chunks through room for three, nobody waits on the host, and computing is far behind all the time."""
-    size = 8 * MIB
+    size = 20 * MIB  # three are whole segments of either kind: those that grow do so by 20 MiB
     device.reserve_host([(f"source {n}", size) for n in range(8)])
     device.reserve_windows(3 * size)
     sources = [device.make_host_buffer(size).fill_(n + 1) for n in range(8)]

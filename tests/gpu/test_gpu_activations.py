@@ -32,8 +32,8 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
 @pytest.mark.parametrize("make", [lambda: llama(dropout=0.1), lambda: t5(dropout=0.1)], ids=["llama", "t5"])
 def test_the_same_bits(make: Any, offload: str, tmp_path: Path) -> None:
-    seen, nowhere, masters = test_activations.train(wrap(tmp_path, None, make), 4, batch)
-    moved, waited, same_masters = test_activations.train(wrap(tmp_path, offload, make), 4, batch)
+    seen, nowhere, masters = test_activations.train(wrap(tmp_path, None, make), batch)
+    moved, waited, same_masters = test_activations.train(wrap(tmp_path, offload, make), batch)
     assert moved == seen and set(waited) == {offload} and not nowhere
     assert all(torch.equal(value, same_masters[name]) for name, value in masters.items())
 

@@ -65,7 +65,7 @@ def hooks_are_open() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def train(model: Any) -> tuple[list[float], dict[str, int], dict[str, torch.Tensor]]:
+def train(model: Any, batch: Any = batch) -> tuple[list[float], dict[str, int], dict[str, torch.Tensor]]:
     """Losses, what activations held after each forward, which is the same, and the masters."""
     after_forward: list[dict[str, int]] = []
 

@@ -47,7 +47,14 @@ def test_a_copy_comes_behind_computing_and_the_device_may_run_out_of_work() -> N
         assert clock.starved == pytest.approx(0.019), "the wait for the copy, and a call"
         clock.kernel(1.0)
         device.mark().wait()
-    assert clock.starved == pytest.approx(0.019)
+        assert clock.starved == pytest.approx(0.019)
+        clock.spend(0.5)
+        copied.wait_on_device()
+        assert clock.starved == pytest.approx(0.019), "what is over already is nothing to wait for"
+        device.copy(a.clone(), a, "offload").wait_on_device()
+        assert clock.starved == pytest.approx(0.52), "until it was told to wait it had nothing"
+        clock.kernel(1.0)
+    assert clock.starved == pytest.approx(0.52)
 
 
 def test_threads_meet_in_the_order_of_their_times() -> None:
