@@ -109,19 +109,23 @@ def test_speeds_are_max_min_fair(loads: list[tuple[tuple[int, float], ...]]) -> 
 @given(st.integers(0, 10**6))
 def test_work_is_conserved_and_every_run_is_the_same(seed: int) -> None:
     """With a task running at all times, speeds add up to 1 at least: never slower than one after the other, never
-    faster than the longest chain or the busiest queue.
+    faster than the longest chain or the busiest queue. Who is said to have let a task start ended just then, and is of
+    its queue, or one that it comes after, or gave back what it takes.
     """
     rng = random.Random(seed)
     fluid, again = Fluid(["a", "b"]), Fluid(["a", "b"])
-    lengths, queues, after, earliest = [], [], [], []
+    fluid.buffer = again.buffer = 10
+    lengths, queues, after, earliest, takes = [], [], [], [], []
     for number in range(rng.randint(1, 30)):
         lengths.append(rng.choice([0.0, 0.5, 1.0, 2.5]))
         queues.append(rng.choice("xyz"))
         after.append(rng.sample(range(number), min(number, rng.randint(0, 3))))
         loads = {name: rng.choice([0.0, 0.3, 1.0]) for name in "ab"}
         urgency = rng.randint(0, 3)
+        takes.append(rng.choice([0, 0, 3, 6, 10]))
         for each in (fluid, again):
-            each.add(queues[-1], lengths[-1], after=after[-1], loads=loads, urgency=urgency)
+            how = {"takes": takes[-1], "gives": takes[-1]}
+            each.add(queues[-1], lengths[-1], after=after[-1], loads=loads, urgency=urgency, **how)
         earliest.append(lengths[-1] + max((earliest[n] for n in after[-1]), default=0.0))
     played = fluid.run()
     end = max(played.stop)
@@ -133,7 +137,7 @@ def test_work_is_conserved_and_every_run_is_the_same(seed: int) -> None:
         assert all(a[1] <= b[0] + 1e-12 for a, b in zip(ran, ran[1:], strict=False))
     for number, others in enumerate(after):
         assert all(played.stop[other] <= played.start[number] for other in others)
-        assert played.start[number] == (
-            played.stop[played.released_by[number]] if played.released_by[number] >= 0 else 0
-        )
+        cause = played.released_by[number]
+        assert played.start[number] == (played.stop[cause] if cause >= 0 else 0)
+        assert cause < 0 or cause in others or queues[cause] == queues[number] or (takes[cause] and takes[number])
     assert again.run() == played
