@@ -23,6 +23,7 @@ written again after every part. The parts are scripts of their own in ``benchmar
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -66,6 +67,18 @@ PARTS = {
 }
 """In order of value: bits, landed gradients, the step against its bound and the simulator, the peers. One call on a
 built library comes as far as the peers."""
+
+
+NEEDED = ("torch", "numpy", "psutil", "safetensors", "msgspec", "scipy", "transformers")
+NEEDED_BY = {"build": ("setuptools", "pybind11"), "tests": ("pytest", "hypothesis")}
+"""What has to be there to import: for every part but the build, and for some more. Nothing is installed."""
+
+
+def missing_for(part: str) -> str:
+    """Why a part cannot run here, in words; "" where it can. Seconds on a lent machine are no time to find out."""
+    names = [*(NEEDED if part != "build" else ()), *NEEDED_BY.get(part, ())]
+    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"{sys.executable} cannot import {', '.join(absent)}" if absent else ""
 
 
 def command_of(part: str, args: argparse.Namespace, seconds: float) -> list[str]:
@@ -269,7 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             (args.parts_folder / f"{part}.json").unlink(missing_ok=True)
             left = args.seconds - MARGIN - (time.monotonic() - begin)
-            if left < (1 if args.tiny else PARTS[part].least):
+            if why := missing_for(part):
+                ran = Ran(f"not run: {why}", 0.0, "")
+            elif left < (1 if args.tiny else PARTS[part].least):
                 ran = Ran("not run: no time left", 0.0, "")
             else:
                 ran = run(part, args, min(args.limits.get(part, PARTS[part].seconds), left))

@@ -95,6 +95,43 @@ def test_who_fits_together_is_compared_together() -> None:
     assert peers.groups_of(everybody, 10**9, 40 * 10**9) == [["gemini", "deepspeed"], ["gemini", "fsdp2"]]
 
 
+def test_without_deepspeed_the_others_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[list[str]] = []
+
+    def take_turns(args: Any, names: list[str], results: Any, extensions: str) -> list[str]:
+        compared.append(names)
+        results.append("compared", {"group": names, "tokens": 64, "rounds": []})
+        return ["nobody was started"]
+
+    monkeypatch.setattr(peers, "take_turns", take_turns)
+    command = ["--device", "standin", "--tiny", "--out", str(tmp_path), "--deepspeed", str(tmp_path / "packed")]
+    with pytest.raises(SystemExit):
+        peers.main(command)
+    (tmp_path / "packed" / "deepspeed").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        peers.main(command)
+    assert compared == [["gemini", "fsdp2"], ["gemini", "deepspeed", "fsdp2"]]
+
+
+def test_a_case_without_memory_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the cases before have shown stands in the report before the last one is over."""
+    real, seen = throughput.case_of, []
+
+    def case_of(args: Any, training: Any, tokens: int, results: Any) -> Any:
+        seen.append(json.loads((tmp_path / "throughput.json").read_text())["lines"])
+        if len(seen) == 2:
+            raise torch.OutOfMemoryError("so much is not there")
+        return real(args, training, tokens, results)
+
+    monkeypatch.setattr(throughput, "case_of", case_of)
+    throughput.main(["--device", "standin", "--tiny", "--typical", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "throughput.json").read_text())
+    assert found["state"] == "done" and len(found["raw"]["cases"]) == 1
+    assert seen[0] == [] and any("with clipping" in line for line in seen[1])
+    assert any("64 tokens: ended by OutOfMemoryError: so much is not there" in line for line in found["lines"])
+    assert sum(line.startswith("Llama of ") for line in found["lines"]) == 1
+
+
 SAYS = "import json, time; open(OUT, 'w').write(json.dumps({WHAT}));"
 PROGRAMS = {
     "kernels": SAYS.replace("WHAT", "'lines': ['- it went well'], 'raw': [1], 'machine': {'card': 'NVIDIA H200'}"),
@@ -125,6 +162,16 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_rest_goes_on(
     assert raw["exactness"]["raw"] == [2] and sorted(file.name for file in tmp_path.iterdir()) == sorted(
         [report.name, report.with_suffix(".json").name, "log.txt"]
     )
+
+
+def test_a_part_whose_packages_are_missing_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_suite, "command_of", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setitem(gpu_suite.NEEDED_BY, "tests", ("pytest", "no_such_package"))
+    assert gpu_suite.main(["--out", str(tmp_path), "--parts", "tests,copies"]) == 1
+    (report,) = tmp_path.glob("*.md")
+    parts = json.loads(report.with_suffix(".json").read_text())["parts"]
+    assert parts["tests"]["state"] == f"not run: {sys.executable} cannot import no_such_package"
+    assert parts["copies"]["state"] == "failed with 3" and "cannot import no_such_package" in report.read_text()
 
 
 def test_a_call_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ class Results:
         self.began = time.monotonic()
         self.raw: dict[str, Any] = {}
         self.lines: list[str] = []
+        self._so_far: list[str] = []
         self._save("running")
 
     def add(self, name: str, value: Any) -> None:
@@ -55,8 +56,18 @@ class Results:
 
     def say(self, *lines: str) -> None:
         print("\n".join(lines), flush=True)
-        self.lines += lines
+        self.lines, self._so_far = [*self.lines, *lines], []
         self._save("running")
+
+    def say_so_far(self, *lines: str) -> None:
+        """What is to be said of everything measured until now, in case the part is stopped; until more is said."""
+        self._so_far = list(lines)
+        self._save("running")
+
+    def keep_so_far(self) -> None:
+        """Nothing more comes to what was said so far."""
+        self.lines += self._so_far
+        self._so_far = []
 
     def left(self) -> float:
         """Seconds until the part should be over."""
@@ -71,7 +82,8 @@ class Results:
         self.args.out.mkdir(parents=True, exist_ok=True)
         body = {
             "part": self.name, "state": state, "seconds": time.monotonic() - self.began, "tiny": self.args.tiny,
-            "command": told_command(sys.argv), "machine": machine(self.card), "raw": self.raw, "lines": self.lines,
+            "command": told_command(sys.argv), "machine": machine(self.card), "raw": self.raw,
+            "lines": [*self.lines, *self._so_far],
         }  # fmt: skip
         file = self.args.out / f"{self.name}.json"
         file.with_suffix(".new").write_text(json.dumps(body, indent=1, default=str))
@@ -90,6 +102,7 @@ def run(
         measure(args, card, results)
     except BaseException as e:
         results.add("error", traceback.format_exc())
+        results.keep_so_far()
         results.say("", f"Ended early: {type(e).__name__}: {str(e)[:500]}")
         results.finish("failed")
         raise

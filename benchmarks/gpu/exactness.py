@@ -65,6 +65,29 @@ def train(training: Training, steps: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "states": states, "moved in a step": moved}
 
 
+def said_of(
+    runs: dict[str, dict[str, Any]], shape: _llama.Shape, tokens: int, steps: int
+) -> tuple[list[str], list[str]]:
+    """What is to be said of these runs, and which of them differ from the first one."""
+    first = runs["again"]
+    rows = []
+    for name, own in runs.items():
+        same = [own[key] == first[key] for key in ("losses", "norms", "states")]
+        moved = ", ".join(f"{way} {n / 1e9:.2f}" for way, n in own["moved in a step"].items() if n)
+        told = f"{name if name != 'again' else f'{next(iter(PLACEMENTS))}, once more'}"
+        rows.append(
+            [told, *("same" if one else "DIFFERENT" for one in same), f"{own['seconds']:.1f}", moved or "nothing"]
+        )
+    lines = [
+        f"{steps} steps of {shape.params:,} params, bf16, {tokens} tokens per step, clipping to {CLIP}: loss "
+        f"{first['losses'][0]:.4f} -> {first['losses'][-1]:.4f}, norm {first['norms'][0]:.3f} -> "
+        f"{first['norms'][-1]:.3f}",
+        "",
+        *table(["placement", "losses", "norms", "masters and states", "seconds", "GB moved in a step"], rows),
+    ]
+    return lines, [row[0] for row in rows if "DIFFERENT" in row]
+
+
 def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> None:
     torch.use_deterministic_algorithms(True)  # with warn_only, attention of cuDNN adds up in any order
     shape = _llama.SHAPES["tiny" if args.tiny else args.shape]
@@ -88,23 +111,9 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
         training.close()
         slowest = max(slowest, runs[name]["seconds"])
         results.add("runs", runs)
-    first = runs["again"]
-    rows = []
-    for name, own in runs.items():
-        same = [own[key] == first[key] for key in ("losses", "norms", "states")]
-        moved = ", ".join(f"{way} {n / 1e9:.2f}" for way, n in own["moved in a step"].items() if n)
-        told = f"{name if name != 'again' else f'{next(iter(PLACEMENTS))}, once more'}"
-        rows.append(
-            [told, *("same" if one else "DIFFERENT" for one in same), f"{own['seconds']:.1f}", moved or "nothing"]
-        )
-    results.say(
-        f"{steps} steps of {shape.params:,} params, bf16, {tokens} tokens per step, clipping to {CLIP}: loss "
-        f"{first['losses'][0]:.4f} -> {first['losses'][-1]:.4f}, norm {first['norms'][0]:.3f} -> "
-        f"{first['norms'][-1]:.3f}",
-        "",
-        *table(["placement", "losses", "norms", "masters and states", "seconds", "GB moved in a step"], rows),
-    )
-    differing = [row[0] for row in rows if "DIFFERENT" in row]
+        results.say_so_far(*said_of(runs, shape, tokens, steps)[0])
+    lines, differing = said_of(runs, shape, tokens, steps)
+    results.say(*lines)
     num = len(runs) - 1
     said = f"MISSED by {'; '.join(differing)}" if differing else "met"
     results.say(f"- {num} placements; goal the same bits: {said}", "")

@@ -23,6 +23,7 @@ model is built once for each budget and group of token counts (``--groups``), pl
 import argparse
 import statistics
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,9 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
                 training = Training(
                     card, shape, max(group), seq_len, settings_for(args, card, budget, trace, hardware)
                 )  # fmt: skip
-            except gemini.BudgetExceeded as e:
-                lines.append(f"- {human_bytes(budget)}, {group} tokens: does not fit. {e}")
+            except (gemini.GeminiError, torch.OutOfMemoryError) as e:
+                why = "does not fit" if isinstance(e, gemini.BudgetExceeded) else f"ended by {type(e).__name__}"
+                lines.append(f"- {human_bytes(budget)}, {group} tokens: {why}. {e}")
                 continue
             built = max(built, left - results.left())
             plan = training.model._gemini_engine.decision.plan
@@ -192,26 +194,44 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
                 }
             results.append("built", told)
             for tokens in group:
-                case = told | {"tokens": tokens, "alone": computing[tokens]} | case_of(args, training, tokens, results)
+                try:
+                    measured = case_of(args, training, tokens, results)
+                except (gemini.GeminiError, torch.OutOfMemoryError) as e:  # the other cases are worth as much
+                    lines.append(f"- {human_bytes(budget)}, {tokens:,} tokens: ended by {type(e).__name__}: {e}")
+                    results.append("ended", traceback.format_exc())
+                    results.say_so_far(*said_of(shape, seq_len, rows, lines, computing))
+                    break
+                case = told | {"tokens": tokens, "alone": computing[tokens]} | measured
                 results.append("cases", case)
                 more, said = rows_of(shape, tokens, seq_len, budget, case)
                 rows += more
                 lines += said
+                results.say_so_far(*said_of(shape, seq_len, rows, lines, computing))
             training.close()
             del training
-    for tokens, found in computing.items():
-        if "why not" in found:
-            lines.append(f"- computing alone at {tokens:,} tokens was not measured: {found['why not']}")
+    results.say(*said_of(shape, seq_len, rows, lines, computing))
+
+
+def said_of(
+    shape: Shape, seq_len: int, rows: list[list[str]], lines: list[str], computing: dict[int, dict[str, Any]]
+) -> list[str]:
+    """The report of these cases."""
     names = ["GPU budget", "tokens", "schedule", "step", "waited", "predicted", "TFLOP/s", "of computing alone",
              "of the bound", "T_fwd", "T_bwd", "W"]  # fmt: skip
-    results.say(
+    why_not = [
+        f"- computing alone at {tokens:,} tokens was not measured: {found['why not']}"
+        for tokens, found in computing.items()
+        if "why not" in found
+    ]
+    return [
         f"Llama of {shape.params:,} params, bf16, AdamW, gradient checkpointing, sequences of {seq_len} (seconds; "
         "medians).",
         "",
         *table(names, rows),
         *lines,
+        *why_not,
         "",
-    )
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> _part.Results:
