@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 
@@ -31,17 +30,8 @@ PATIENCE_S = 5
 _SPINS = "1000"
 """How often torch's threads look for work before they sleep (docs/decisions/2026-11-24-threads-that-wait.md)."""
 
-
-class Command(NamedTuple):
-    """A command: what it does, and its record of options, None: TRL's. The job of a record is the function of its name
-    in the module of its name, which is imported when it is asked for, since torch takes seconds.
-    """
-
-    about: str
-    record: type | None = None
-
-
-_RECORDS = {"trace": settings.TraceSettings, "plan": settings.PlanSettings, "doctor": settings.DoctorSettings}
+RECORDS = {"trace": settings.TraceSettings, "plan": settings.PlanSettings, "doctor": settings.DoctorSettings}
+"""The options of a command, if they are not TRL's. Its job is the function of its name in the module of its name."""
 _TRAINERS = {
     "train": "Finetune or pretrain on text, prompts or chats: `gemini sft`, for short.",
     "sft": "Finetune or pretrain a language model on text, prompts or chats.",
@@ -58,10 +48,11 @@ _DEMO = (
 )
 _TRL = "TRL's trainer, options and YAML (--config) in the memory given. Ctrl-C saves a checkpoint."
 COMMANDS = {
-    **{name: Command(" ".join(str(record.__doc__).split()), record) for name, record in _RECORDS.items()},
-    "demo": Command(_DEMO),
-    **{name: Command(f"{about} {_TRL}") for name, about in _TRAINERS.items()},
+    **{name: " ".join(str(record.__doc__).split()) for name, record in RECORDS.items()},
+    "demo": _DEMO,
+    **{name: f"{about} {_TRL}" for name, about in _TRAINERS.items()},
 }
+"""What each command is for."""
 
 
 def main() -> int:
@@ -95,14 +86,14 @@ def _run(name: str, words: list[str]) -> int:
         print("Usage: gemini COMMAND [OPTIONS]\n")
         print("Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe.\n")
         print(
-            *(f"  {known:<14}{command.about.partition('. ')[0].rstrip('.')}" for known, command in COMMANDS.items()),
+            *(f"  {known:<14}{about.partition('. ')[0].rstrip('.')}" for known, about in COMMANDS.items()),
             sep="\n",
         )
         print("\n`gemini COMMAND --help` lists its options; `gemini --version` says the version.")
         return 0 if name else REFUSED
     if name not in COMMANDS:
         raise JobError(f"No such command: {name}. There are {', '.join(COMMANDS)}.")
-    about, record = COMMANDS[name]
+    about, record = COMMANDS[name], RECORDS.get(name)
     console = Console(markup=False, highlight=False, soft_wrap=True)  # text as it is, colours on a terminal alone
     if record is None:
         if not sys.stderr.isatty():

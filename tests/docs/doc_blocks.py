@@ -185,14 +185,15 @@ def check_command(command: str, page: Path) -> None:
 
 
 def _check_gemini(words: list[str], whole: bool) -> None:
-    from gemini.cli import COMMANDS
+    from gemini.cli import COMMANDS, RECORDS
     from gemini.jobs.settings import RecordParser
 
     if not words or words[0].startswith("-"):
         assert set(words) <= {"--help", "-h"}, words
         return
-    command, rest = COMMANDS[words[0]], [word for word in words[1:] if word not in ("--help", "...")]
-    if command.record is None:
+    assert words[0] in COMMANDS, words
+    record, rest = RECORDS.get(words[0]), [word for word in words[1:] if word not in ("--help", "...")]
+    if record is None:
         from gemini.jobs.train_options import Parser, options_of
 
         parser = Parser("sft" if words[0] in ("train", "demo") else words[0])
@@ -205,9 +206,9 @@ def _check_gemini(words: list[str], whole: bool) -> None:
             num = max(1, given.values.tp * given.values.cp * given.values.ep * given.values.replicas)
             options_of(given, num)
     elif whole:
-        RecordParser(words[0], "", command.record).read(rest)
+        RecordParser(words[0], "", record).read(rest)
     else:
-        unknown = RecordParser(words[0], "", command.record).parse_known_args([*rest, "config.json"])[1]
+        unknown = RecordParser(words[0], "", record).parse_known_args([*rest, "config.json"])[1]
         assert not [word for word in unknown if word.startswith("-")], words
 
 

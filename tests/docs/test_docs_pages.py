@@ -15,7 +15,7 @@ from from_source import GAP, WARNING, error_classes, first_sentence, folders, me
 
 import gemini
 import gemini.errors
-from gemini.cli import COMMANDS
+from gemini.cli import COMMANDS, RECORDS
 from gemini.jobs.settings import is_argument, spelled
 
 DOCS = ROOT / "docs"
@@ -229,8 +229,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         body = re.sub(r"<(pre|script|style)\b.*?</\1>", "", text, flags=re.DOTALL)
         assert not re.search(r":(?:class|func|meth|attr):|``", body), f"{path.name} has markup left over"
     cli = pages[tmp_path / "html" / "reference" / "cli.html"]
-    for command_ in COMMANDS.values():
-        for option in dataclasses.fields(command_.record) if command_.record else ():
+    for record in RECORDS.values():
+        for option in dataclasses.fields(record):
             assert (option.name.upper() if is_argument(option) else spelled(option.name)) in cli
     errors = pages[tmp_path / "html" / "errors.html"]
     assert errors.count("<li><p>") > 180 and GAP in errors
