@@ -37,7 +37,7 @@ from gemini.planning.simulate import bound_of, step_seconds
 from gemini.planning.sizes import DEEP, SHALLOW, are_alike, deepened, with_kept
 from gemini.planning.timeline import Timeline
 from gemini.planning.together import Together, evaluated
-from gemini.planning.trace import MemoryTrace
+from gemini.planning.trace import MemoryTrace, as_tiles, tile_tokens_for
 from gemini.planning.working import MARGIN
 from gemini.tiers import Boundary, Tier
 
@@ -214,18 +214,12 @@ class Way:
                 return True
         return False
 
-    def plain(self) -> MemoryTrace:
-        """The step without the tiles that it may have."""
-        return self.changed(tile_tokens=None).trace() if self.settings.tile_tokens == "auto" else self.trace()
-
     def least(self) -> float:
-        """The least that the step takes, computing alone without tiles, or moving what is saved away: seconds, or
-        micro-batches without speeds.
-        """
+        """Seconds (without speeds micro-batches) of computing alone, or if more of moving what is saved away."""
         machine = self.machine
         if machine.hardware is None:
             return float(self.settings.accumulate)
-        sizes, trace = MeshSizes(dp=machine.ranks), self.plain()
+        sizes, trace = MeshSizes(dp=machine.ranks), self.trace()
         micro_batches = self.settings.accumulate // trace.micro_batches
         least = least_seconds(trace, machine.hardware, sizes, micro_batches, per_machine=machine.sharing)
         if machine.compute is not Tier.GPU or self.settings.offload_activations != "cpu":
@@ -279,6 +273,7 @@ def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTra
 
 
 ALL = 2**20  # blocks of a model, or more
+FEW_TILES = 8  # of MLPs, whose weights each reads anew
 PARTS = 8  # none, an eighth of all, a quarter, ... are kept
 CLOSE = 0.005  # what could be quicker by less than this part of a step is not looked at
 RUNNERS_UP = 4  # ways, or meshes, that are shown beside the best one
@@ -353,7 +348,8 @@ def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
     if found:
         return found[0].way, [found[0], *sorted([*found[1:], *planned], key=lambda each: each.seconds)], of_all
     smallest = {"batch_size": 1, "accumulate": sequences} if way.settings.fastest else {}
-    return way.changed(kept_blocks=None, **smallest), found, of_all
+    kernels = None if way.settings.kernels == "auto" else way.settings.kernels
+    return way.changed(kept_blocks=None, kernels=kernels, **smallest), found, of_all
 
 
 def _least_with_more(planned: dict[int, float], most: int) -> float:
@@ -396,7 +392,13 @@ def _sequences(way: Way) -> int:
 
 def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
     """Those that fit, as far as that is known without planning them, each with the blocks that it may keep."""
+    if way.settings.kernels == "auto":
+        yield from _ways(way.changed(kernels=None), sequences)
+        with suppress(JobError):  # of a model that they are not for
+            yield from _ways(way.changed(kernels="liger", tile_tokens=None), sequences)
+        return
     asked, most = way.settings, 0
+    one: dict[str, Any] = {"batch_size": 1} | ({"tile_tokens": None} if asked.tile_tokens == "auto" else {})
     is_open = way.machine.hardware is not None and not asked.gradient_checkpointing
     keeps = way.machine.hardware is not None and asked.kept_blocks in (None, "auto")
     for checkpointing in (True, False) if is_open else (asked.gradient_checkpointing,):
@@ -404,13 +406,13 @@ def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
             return
         base = way.changed(gradient_checkpointing=checkpointing, kept_blocks=None if keeps else asked.kept_blocks)
         try:
-            saves = base.changed(batch_size=1).plain().checkpoint_bytes > 0
+            saves = base.changed(**one).trace().checkpoint_bytes > 0
         except GeminiError:
             if checkpointing and is_open:  # the model has none
                 continue
             raise
         with suppress(GeminiError):  # it cannot be told by block
-            most = base.changed(batch_size=1, kept_blocks=ALL).plain().kept_blocks if saves and keeps else 0
+            most = base.changed(**one, kept_blocks=ALL).trace().kept_blocks if saves and keeps else 0
         places = ("no", "cpu") if saves else ("no",)
         may_move = way.machine.hardware and way.machine.compute is Tier.GPU and asked.offload_activations == "auto"
         for where in places if may_move else (asked.offload_activations,):
@@ -421,13 +423,13 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     """Ways by micro-batch: of several none fits that is larger than one that does not; one alone needs no sums."""
     from gemini.jobs.models import find_config
 
-    asked, too_large, may_tile = way.settings, set[str | None](), way.settings.tile_tokens == "auto"
+    asked, may_tile, too_large, fitting = way.settings, way.settings.tile_tokens == "auto", set[Any](), set[Any]()
     sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
-    config = vars(find_config(asked.config or "", asked.layers).config.get_text_config())
-    is_random = any("drop" in name and isinstance(value, float) and value for name, value in config.items())
+    config = find_config(asked.config or "", asked.layers).config.get_text_config()
+    is_random = any("drop" in name and isinstance(value, float) and value for name, value in vars(config).items())
     orders = [None if is_random else asked.order]
     is_open = asked.fastest and asked.order is None and way.machine.hardware is not None
-    if is_open and not (is_random or asked.lora or asked.kernels):  # adapters drop, kernels cannot be looked through
+    if is_open and not (is_random or asked.lora):  # adapters drop
         with suppress(JobError):
             replace(asked, tokens_per_step=None, order="bfs").check()
             orders.append("bfs")
@@ -440,23 +442,28 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
             continue
         if alone and is_large and not may_tile and not way.changed(batch_size=1, accumulate=1).fits():
             continue
-        try:
-            if other.fits(other.plain()):
-                yield other.changed(tile_tokens=None) if may_tile else other
-                if may_tile and (tiled := other.trace().forms[1:]):  # the room that the head gives up may be worth more
-                    yield other.changed(tile_tokens=tiled[0].tile_tokens)
-            elif may_tile and other.fits():
-                yield other
-            else:
-                too_large.add(order)
-        except JobError:  # no walk through blocks
-            too_large.add(order)
+        found, every = list[Way](), _tiles(config, size * seq_len_of(asked), only=order not in fitting)
+        for tiles in every if may_tile else [asked.tile_tokens]:
+            with suppress(JobError):  # no walk through blocks, or nothing to compute in tiles
+                if (own := other.changed(tile_tokens=tiles)).fits():
+                    found.append(own)
+                    if tiles is not None:  # else those of the head as well: the room that it gives up may be worth more
+                        break
+        yield from found
+        (fitting if found else too_large).add(order)
+
+
+def _tiles(config: Any, tokens: int, *, only: bool) -> Iterator[int | str | None]:
+    """Tiles of a micro-batch of so many tokens, first those that cost less. ``only``: no smaller one fits either."""
+    head = tile_tokens_for(tokens, *(getattr(config, name, 1) for name in ("vocab_size", "hidden_size")))
+    few = max(head, tokens // FEW_TILES)
+    yield from (None, f"head={head}", as_tiles({"head": head, "mlp": few}), *([head] if only and few > head else []))
 
 
 def options_of(way: Way) -> str:
     """The choice as options of ``gemini plan``."""
     names = "batch_size", "accumulate", "gradient_checkpointing", "kept_blocks", "offload_activations", "tile_tokens"
-    return as_options({name: getattr(way.settings, name) for name in (*names, "order")})
+    return as_options({name: getattr(way.settings, name) for name in (*names, "kernels", "order")})
 
 
 def run_by(way: Way, plan: Plan) -> dict[str, Any]:

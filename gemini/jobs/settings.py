@@ -241,8 +241,9 @@ class _Step(Record):
     )
     kernels: str | None = opt(
         _STEP,
-        "Compute norms, SwiGLU, rope and the head with its loss by Liger's kernels (llama, mistral, qwen2, qwen3).",
-        choices=("liger",),
+        "Compute norms, SwiGLU, rope and the head with its loss by Liger's kernels (llama, mistral, qwen2, qwen3); "
+        "auto: where that is quicker, for --fastest.",
+        choices=("liger", "auto"),
     )
     lora: int | None = opt(_STEP, "Train a LoRA of this rank on all linear layers; all else is frozen.", least=1)
     load_in_4bit: bool = opt(_STEP, "Keep the layers under --lora in 4 bits, half a byte per weight (QLoRA).", False)
@@ -367,6 +368,7 @@ class PlanSettings(_Step):
         ("gradients=transient", "precision=fp16", "it updates inside backward, before the loss scale is known"),
     )
     needs = (
+        ("kernels=auto", "fastest", "that compares steps with and without them"),
         ("tokens_per_step", "fastest", "that divides them into micro-batches"),
         ("picture", "machine", "it shows a step in time, by the speeds of one"),
     )

@@ -13,6 +13,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,9 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 from gemini.errors import GeminiError
 from gemini.tracing.ahead import FakeRunner, fake_copy, fake_input, loss_of, nothing_collected
+from gemini.tracing.fused import with_kernels
 from gemini.tracing.meter import flops_of
 from gemini.train.loading.skeleton import generators_kept
 from gemini.train.passes.again import marks_of
+from gemini.train.setup.problem import computes_with_liger
 
 
 class Course(NamedTuple):
@@ -102,8 +105,10 @@ def _flow_of(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Labels are often the tensor of the inputs, and what reads that one reads no labels.
     batch = {n: v.clone() if n in LABELS and isinstance(v, torch.Tensor) else v for n, v in batch.items()}
-    with generators_kept(), nothing_collected(), mode:
+    with ExitStack() as stack, generators_kept(), nothing_collected(), mode:
         fake = fake_copy(model, mode).train()
+        # Triton's kernels read values: what they keep and give is known without them.
+        stack.enter_context(with_kernels(fake, "liger" if computes_with_liger(fake) else None))
         blocks = _blocks_in(fake)
         known: dict[int, torch.Tensor] = {}
         inputs = {name: fake_input(value, mode, known) for name, value in batch.items()}

@@ -24,7 +24,6 @@ from gemini.tracing.ahead import rebind_forward
 from gemini.train.modules import token_tiles
 from gemini.train.params.handle import original_class, stepping_in_backward
 from gemini.train.passes.again import marks_of, own_hooks
-from gemini.train.setup.problem import computes_with_liger
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
@@ -235,8 +234,6 @@ def has_to_move(model: Any) -> bool:
 
 
 def _course_of(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> Course | str:
-    if computes_with_liger(model):
-        return "it computes with Liger's kernels, which cannot be run without values to see how a forward runs through"
     try:
         course = course_of(_plain_twin(model), part, None if loss is None else lambda output: loss(output, part))
     except Exception as e:  # of code that nobody has run without values before: the ordinary order needs none

@@ -1,7 +1,8 @@
 """How long a piece of work takes on one rank of a machine, and which share of what it has.
 
 Figures that were measured are taken as they are. Figures of a specification are peaks that nothing reaches;
-:class:`Efficiency` holds, in this one place, the share of each that is reached, and where that share comes from.
+:class:`Efficiency` holds, in this one place, the share of each that is reached; where it comes from is said in
+docs/internals/trace-plan-simulate.md.
 
 :class:`Speeds` are the few of them that decide between placements: of a machine's figures, or typical ones where no
 machine is named. Then only their order matters (host memory before a PCIe link before a drive), which is the same on
@@ -40,23 +41,13 @@ class Efficiency:
     """The share of a specified peak that real work reaches.
 
     Attributes:
-        matrix: tensor cores in matrix products. 0.83: the mean of the four NVIDIA rows (A100 SXM 86.9 %, GH200 83.6 %,
-            A100 PCIe 81.1 %, H100 SXM 80.3 %) of the best bf16 products found by S. Bekman, "Machine Learning
-            Engineering", compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table"
-            (github.com/stas00/ml-engineering). Of a GPU that has a row there, its own (``gpu_matrix_share``). That is
-            of the best product; what others take longer by their shape is in :func:`occupied`.
-        attention: fused attention in forward, of the FLOP that are not under a causal mask. 0.73: the most that
-            FlashAttention-2 reaches on the A100 (T. Dao, arXiv:2307.08691, abstract: 50 to 73 %). For other GPUs an
-            assumption, unless they have a figure of their own (``gpu_attention_share``).
-        attention_backward: the same in backward (``gpu_attention_backward_share``). 0.63: an assumption, not checked
-            against the paper's figures; an RTX 4090 reaches 0.60.
-        gpu_memory: 0.9: an assumption; to be measured.
-        link: PCIe packets of 256 bytes carry 20 to 28 bytes of framing and headers (Intel AN 708, "Understanding PCI
-            Express Throughput"): 256 / 284 = 0.90 of the link's data rate.
-        host_memory: 0.78: STREAM triad against the wire rate of DDR4 (Texas Instruments SPRAD45A, table 3-3; a small
-            processor: large servers may do better).
-        nvme: 1.0: sequential figures of a drive's data sheet are measurements at its own interface.
-        wire: 0.9: as ``link``.
+        matrix: tensor cores in the best products; of a GPU its own (``gpu_matrix_share``). What others take longer by
+            their shape is in :func:`occupied`.
+        attention, attention_backward: fused attention, of the FLOP that are not under a causal mask; of a GPU its own
+            (``gpu_attention_share``, ``gpu_attention_backward_share``).
+        gpu_memory, host_memory: of their bandwidth.
+        link, wire: of the data rate, which also carries framing and headers.
+        nvme: of what a drive's data sheet says.
     """
 
     matrix: float = 0.83
@@ -367,14 +358,8 @@ def occupied(product: Product, sms: int | None) -> float:
 
         seconds = max(waves * SMs * 2 * tile_m * tile_n * k / FLOP/s,   bytes of both factors and the result / bytes/s)
 
-    Source: NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001), "Typical Tile Dimensions in cuBLAS
-    and Performance" (the sizes of tiles; larger ones reuse more of what they read, smaller ones occupy more SMs), "Tile
-    Quantization", "Wave Quantization". FLOP/s are those of the best product on this GPU, whose tiles and waves are
-    full.
-
-    Assumptions, as cuBLAS does not publish how it chooses: it takes the largest tile of which every SM gets one; if
-    there is none, the smallest, with k split among the SMs that would have none. A small tile is as fast as its size
-    says, so that small products come out a little too fast.
+    How cuBLAS chooses is not published: here it takes the largest tile of which every SM gets one; if there is none,
+    the smallest, with k split among the SMs that would have none (docs/internals/trace-plan-simulate.md).
 
     Without ``sms`` only the empty parts of the smallest tiles count.
     """

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from gemini.planning.costs import Speeds
-from gemini.planning.placement import Placement, Problem
+from gemini.planning.placement import Placement, Problem, spread_evenly
 from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
 from gemini.planning.program import Row, solve
 from gemini.planning.traffic import Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
@@ -193,12 +193,11 @@ def _solve(
     scale, last = sum(base.values()) or 1.0, len(choices)
     rows = [*_exclusions(choices), *_budgets(problem, choices, used)]
     costs = [sum(choice.seconds.values()) / scale * (0.01 if overlapped else 1.0) for choice in choices]
-    # Of equals the first chunks are the ones in faster tiers: their weights are needed first and updated last.
-    num_chunks = len(problem.layout.chunks)
-    nudge = 1e-9 / max(1, num_chunks)
+    # Of equals the first chunks are on the GPU, whose weights are needed first; those on a drive are evenly spread.
+    nudge = 1e-9 / max(1, len(problem.layout.chunks))
     for column, choice in enumerate(choices):
         slower = any(tier.in_files for tier in choice.homes.values())
-        costs[column] += nudge * (num_chunks - choice.chunk if slower else choice.chunk)
+        costs[column] += 1e-9 * (1 - spread_evenly(choice.chunk)) if slower else nudge * choice.chunk
     if overlapped:
         # One more number, which no track may exceed: the time of the busiest.
         costs.append(1.0)

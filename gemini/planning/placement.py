@@ -314,11 +314,16 @@ def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
     for i in indices:
         if Tier.GPU in tiers and room[Tier.GPU] >= sum(sizes[i].get(kind, 0) for kind in states):
             place(i, states, [Tier.GPU])
-    for kind in states:
-        for i in indices:
+    for kind in states:  # a drive that has some of them has the time of all forward: nothing waits for the last ones
+        for i in sorted(indices, key=spread_evenly):
             if kind not in homes[i]:
                 place(i, [kind], in_memory if kind in problem.rule.in_memory else below)
     return Placement(tuple(homes))
+
+
+def spread_evenly(index: int) -> float:
+    """A number below 1: those above any bound are at even distances (multiples of the golden ratio)."""
+    return index * (5**0.5 - 1) / 2 % 1
 
 
 def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:

@@ -104,8 +104,18 @@ def test_weights_first_then_gradients_then_states() -> None:
         placement = fill_fastest(problem)
         for kind in ADAM.kinds:
             tiers = tiers_of(placement, kind)
-            num_fast = wanted.get(kind, 0)
-            assert tiers == [CPU] * num_fast + [NVME] * (10 - num_fast), kind
+            assert tiers.count(CPU) == wanted.get(kind, 0) and tiers.count(NVME) == 10 - tiers.count(CPU), kind
+            assert kind is not WEIGHTS or NVME not in tiers[: tiers.count(CPU)], "the first ones"
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.5, 0.8])
+def test_states_on_a_drive_are_spread_over_the_step(share: float) -> None:
+    """However many there are: of each ten chunks as many as of all, to within one or two."""
+    problem = problem_of({CPU: int((14 - 4 * share) * 100 * N) + 1000, NVME: MUCH}, layout=layout_of(100))
+    on_drive = [tier is NVME for tier in tiers_of(fill_fastest(problem), ADAM.states[-1])]
+    assert abs(sum(on_drive) - 100 * share) <= 1
+    for start in range(0, 91):
+        assert abs(sum(on_drive[start : start + 10]) - sum(on_drive) / 10) < 2, start
 
 
 def test_on_an_accelerator_states_stand_there_together_or_not_at_all() -> None:
