@@ -383,12 +383,12 @@ def test_both_orders_are_compared_and_what_runs_it_says_which(
 def test_kernels_that_may_be_are_compared_with_none(gemini_command: Command, tmp_path: Path) -> None:
     """In both orders, of a model that they are for; without a word of others."""
     config = llama_config(tmp_path / "config.json", **{**FOUR_BLOCKS, "max_position_embeddings": 64})
-    said = gemini_command.told("plan", config, *FASTEST, "--gpu", "1463MiB", "--cpu", "2GiB", "--kernels", "auto")
-    options = [said["fastest"]["options"], *(other["options"] for other in said["alternatives"])]
-    assert said["kernels"] == "liger" and "--kernels liger" in options[0]
+    more = ("--tokens-per-step", 128, "--cpu", "2GiB", "--kernels", "auto")
+    said = gemini_command.told("plan", config, *FASTEST, "--gpu", "1463MiB", *more)
+    assert said["kernels"] == "liger" and "--kernels liger" in said["fastest"]["options"]
     assert "--use-liger-kernel" in said["fastest"]["command"]
     AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=64).save_pretrained(tmp_path / "gpt2")
-    other = gemini_command.told("plan", tmp_path / "gpt2", *FASTEST, "--cpu", "2GiB", "--kernels", "auto")
+    other = gemini_command.told("plan", tmp_path / "gpt2", *FASTEST, *more)
     assert other["kernels"] is None
     refused(gemini_command("plan", config, "--cpu", "2GiB", "--kernels", "auto"), "auto needs --fastest")
 
