@@ -18,7 +18,8 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from tests.train.helpers import ALL_PLACEMENTS, adam, noise, same_bits, wrap
+from tests.train.helpers import ALL_PLACEMENTS, adam, make_config, noise, same_bits
 from tests.world import world_of
 
 WIDTH, DEPTH, STEPS = 32, 4, 6
@@ -118,7 +119,13 @@ WORK: list[Callable[[Any, random.Random], Any]] = [
     lambda model, _: model.state_dict(),
     lambda model, _: model.layers[0].weight.detach().clone(),
     lambda model, _: model.memory_report(),
+    lambda model, _: list(gemini.weights_for(model)),
+    lambda model, _: gemini.EMA(model).full_param("layers.2.weight") if averages(model) else None,
 ]
+
+
+def averages(model: Any) -> bool:
+    return isinstance(world_of(model).config.optimizer, gemini.optim.AveragedRule)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,8 @@ class Mix:
     saves: bool
     behind: bool
     others: tuple[int, ...]
+    loop: str = "plain"
+    averaged: bool = False
 
     @classmethod
     def drawn(cls, seed: int) -> Mix:
@@ -143,6 +152,8 @@ class Mix:
             saves=rng.random() < 0.4,
             behind=rng.random() < 0.4,
             others=others,
+            loop=rng.choice(("plain", "micro_batch", "train_step")),
+            averaged=rng.random() < 0.5,
         )
 
 
@@ -177,12 +188,22 @@ class Others:
                     return
 
 
+def forward_and_backward(model: Any, number: int) -> float:
+    loss = model(inputs(number)).square().mean()
+    loss.backward()
+    return loss.item()
+
+
 def train(model: Any, mix: Mix, folder: Path) -> list[float]:
     optimizer, losses = adam(model), []
     for number in range(STEPS):
-        loss = model(inputs(number)).square().mean()
-        losses.append(loss.item())
-        loss.backward()
+        if mix.loop == "train_step":
+            parts = [{"x": inputs(number)}, {"x": inputs(number + 50)}]
+            losses += gemini.train_step(model, parts, lambda output, part: output.square().mean() / 2).tolist()
+        elif mix.loop == "micro_batch":
+            losses.append(model.micro_batch(partial(forward_and_backward, model, number)))
+        else:
+            losses.append(forward_and_backward(model, number))
         optimizer.step()
         optimizer.zero_grad()
         if mix.saves and number % 2:
@@ -196,7 +217,11 @@ def run(seed: int) -> str:
     found = []
     for others in ((), mix.others):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            model = wrap(Net(mix.forces, mix.checkpointed), mix.where, Path(folder), precision="fp32", slack=2**17)
+            net = Net(mix.forces, mix.checkpointed)
+            config = make_config(net, mix.where, Path(folder), precision="fp32", slack=2**17)
+            if mix.averaged:
+                config = replace(config, optimizer=gemini.optim.AveragedRule(decay=0.5))
+            model: Any = gemini.GeminiDDP(net, config)
             errors = []
             with Others(model, others, seed) as beside:
                 try:
