@@ -84,6 +84,8 @@ class Dropping(Blocks):
 class Trial:
     """One step of two micro-batches from a state that is always the same, and the step after it."""
 
+    by_blocks = False
+
     def __init__(self, model: Any, loss_of: Callable[[Any, int], torch.Tensor], path: Path, *, whole: bool, **how: Any):
         self.model, self.loss_of, self.path, self.whole = model, loss_of, path / "start", whole
         self.optimizer = adam(model, **how)
@@ -98,7 +100,10 @@ class Trial:
     def step(self) -> None:
         torch.manual_seed(7)
         self.is_updating = False
-        for seed in (1, 2):
+        if self.by_blocks:
+            parts = [{"x": noise(2, 5, 32, seed=seed)} for seed in (1, 2)]
+            gemini.train_step(self.model, parts, lambda output, part: output.float().square().mean() / 2)
+        for seed in () if self.by_blocks else (1, 2):
             if self.whole:
                 self.model.micro_batch(lambda seed=seed: self.micro_batch(seed))
             else:
@@ -156,6 +161,17 @@ def make_trial(kind: str, path: Path, *, whole: bool, make: Callable[[], nn.Modu
     )
 
 
+class ByBlocks(Trial):
+    """The same step by ``train_step``."""
+
+    by_blocks = True
+
+
+def make_trial_by_blocks(kind: str, path: Path) -> Trial:
+    config = make_config(Blocks(), "standin", path, **{"slack": 2**16, **KINDS[kind]})
+    return ByBlocks(gemini.GeminiDDP(Blocks(), config), squares, path, whole=False)
+
+
 def dropping_llama() -> nn.Module:
     return llama(dropout=0.1)
 
@@ -189,6 +205,19 @@ def test_allocations_all_over_a_step(whole: bool, kind: str, make: Callable[[], 
     for number in range(1 + list(KINDS).index(kind), counted.count + 1, counted.count // 12):
         refused = trial.at(number).refused
         assert not (whole and "backward: " in "".join(trial.errors)), (number, refused, trial.errors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_allocations_of_a_step_block_by_block(kind: str, tmp_path: Path) -> None:
+    """A step that a stage breaks off leaves nothing behind, and begun anew has the same bits."""
+    trial, told = make_trial_by_blocks(kind, tmp_path), 0
+    counted = Refusing()
+    trial.run(counted)
+    assert counted.count > 40 and trial.model.__dict__["_gemini_courses"].stages
+    for number in range(1 + list(KINDS).index(kind), counted.count + 1, counted.count // 9):
+        trial.at(number)
+        told += bool(trial.errors)
+    assert told >= 3
 
 
 # ---- a forward -------------------------------------------------------------------------------------------------------
