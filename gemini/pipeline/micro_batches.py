@@ -21,16 +21,13 @@ from gemini.pipeline.stages import Stage, Strayed
 from gemini.planning.planes import GRAD
 from gemini.tracing.ahead import loss_of as loss_in
 from gemini.tracing.ahead import rebind_forward
-from gemini.train.modules import token_tiles
 from gemini.train.params.handle import original_class, stepping_in_backward
 from gemini.train.passes.again import marks_of, own_hooks
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
-_OF_TRANSFORMERS = ("make_inputs_require_grads", "output_capturing_hook")
 _SEEN = "_gemini_courses"
-"""Attribute of a model: its :class:`_Seen`. Whoever has stages keeps their model alive; here their cycle goes with it.
-"""
+"""Attribute of a model: its :class:`_Seen`. Stages keep their model alive: here their cycle goes with it."""
 
 
 @dataclass
@@ -279,9 +276,9 @@ def _why_not_now(model: Any) -> str | None:
     ours = own_hooks(model)
     for module in model.modules():
         hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-        theirs = [hook for known in hooks for number, hook in known.items() if number not in ours]
+        names = {getattr(hook, "__name__", "") for known in hooks for at, hook in known.items() if at not in ours}
         # But for those of transformers on an embedding, for gradient checkpointing, and for states that are asked for.
-        if any(getattr(hook, "__name__", "") not in _OF_TRANSFORMERS for hook in theirs):
+        if names - {"make_inputs_require_grads", "output_capturing_hook"}:
             return f"the program has hooked a {type(module).__name__}, whose hooks would be called in another order"
     return None
 
@@ -325,7 +322,4 @@ def _plain_twin(model: Any) -> nn.Module:
     twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in own.items()})
     for module, other in zip(model.modules(), twin.modules(), strict=True):
         rebind_forward(module, other)
-        # Tiles close over the managed module itself.
-        if getattr(other.__dict__.get("forward"), "__globals__", {}).get("__name__") == token_tiles.__name__:
-            del other.__dict__["forward"]
     return twin  # type: ignore[no-any-return]

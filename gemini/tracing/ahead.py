@@ -471,29 +471,37 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 def rebind_forward(own: nn.Module, other: nn.Module) -> None:
     """Let a copy have the forward by which its module's own was replaced, as TRL does it for a fused head; of one that
-    was compiled the Python. It calls the copy then, by what it closes over as well: of that deepcopy makes none.
+    was compiled the Python, and of what wraps its own, as tiles do, that. It calls the copy then, by what it closes
+    over as well: of that deepcopy makes none. A method of something else was copied with it.
     """
-    forward = own.__dict__.get("forward")
+
+    def method_in(value: Any) -> Any:
+        wrapped = getattr(value, "__wrapped__", None)
+        return wrapped if getattr(wrapped, "__self__", None) is own else value
+
+    forward = method_in(own.__dict__.get("forward"))
     if is_compiled(own):
         other.__dict__[COPY_OF_COMPILED] = True  # that it reads its params together is kept
         if forward is not None and forward is compiled_part(own):
             del other.__dict__["forward"]
             forward = getattr(forward, "_torchdynamo_orig_callable", forward)
-    # A method of something else was copied with it.
     function: Any = getattr(forward, "__func__", None) if getattr(forward, "__self__", None) is own else None
-    if not isinstance(function, FunctionType) or function is type(own).forward:
-        return
-    cells = list[CellType]()
-    for cell in function.__closure__ or ():
-        value = cell.cell_contents
-        if value is own:
-            value = other
-        elif isinstance(value, MethodType) and value.__self__ is own:
-            value = MethodType(value.__func__, other)
-        cells.append(CellType(value))
-    bound = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, (*cells,))
-    bound.__kwdefaults__ = function.__kwdefaults__
-    other.__dict__["forward"] = MethodType(bound, other)
+    if function is type(own).forward:
+        other.__dict__.pop("forward", None)
+    elif isinstance(function, FunctionType):
+        cells = list[CellType]()
+        for cell in function.__closure__ or ():
+            value = method_in(cell.cell_contents)
+            if value is own:
+                value = other
+            elif isinstance(value, MethodType) and value.__self__ is own:
+                value = MethodType(value.__func__, other)
+            cells.append(CellType(value))
+        bound = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, (*cells,)
+        )
+        bound.__kwdefaults__ = function.__kwdefaults__
+        other.__dict__["forward"] = MethodType(bound, other)
 
 
 def _empty_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -119,8 +119,7 @@ def make_report(engine: Engine) -> MemoryReport:
     """Make the report of a model as it stands, nothing in flight."""
     store, decision, guesses = engine.store, engine.decision, engine.updates.guesses
     ledger, report = store.ledger, MemoryReport()
-    in_fp32 = Counter(decision.kept.get(key, MADE) for key in engine.params.in_fp32)
-    report["fp32"] = dict(sorted(in_fp32.items()))
+    report["fp32"] = dict(sorted(Counter(decision.kept.get(key, MADE) for key in engine.params.in_fp32).items()))
     report["speculation"] = {"kept": guesses.num_kept, "undone": guesses.num_undone}
     report["tile_tokens"], report["kept_blocks"] = decision.tile_tokens, decision.kept_blocks
     for tier in ledger.tiers:
@@ -139,14 +138,13 @@ def make_report(engine: Engine) -> MemoryReport:
         report["sent"] = dict(sorted(engine.shards.sent_last_step.items()))
     trained = [chunk for chunk in store.chunks if chunk.trained]
     num_trained = sum(chunk.spec.payload for chunk in trained)
-    layout = decision.problem.layout
-    ranks = layout.ranks  # each holds an equal shard
+    ranks = decision.problem.layout.ranks  # each holds an equal shard
     # Bytes of all ranks over params of the whole model: padding of shards is in it.
     state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind not in GRADS)
     state += ledger.holders(Tier.CPU).get("factors", 0)
     grads = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind in GRADS)
     # Codes are bytes of two weights each.
-    report["params"] = sum(chunk.payload * (2 if chunk.coded else 1) for chunk in layout.chunks)
+    report["params"] = sum(chunk.payload * (2 if chunk.coded else 1) for chunk in decision.problem.layout.chunks)
     report["trained_params"] = num_trained
     report["bytes_per_param"] = state / num_trained if num_trained else 0.0
     report["grad_bytes_per_param"] = grads / num_trained if num_trained else 0.0
