@@ -84,7 +84,8 @@ class LinesCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "eval_loss" in logs:
             of_eval = {name.removeprefix("eval_"): value for name, value in logs.items()}
-            of_eval["perplexity"] = math.exp(min(logs["eval_loss"], 700.0))
+            if not any("reward" in name for name in logs):  # a loss of tokens, and not of answers
+                of_eval["perplexity"] = math.exp(min(logs["eval_loss"], 700.0))
             self._say(f"evaluation after step {state.global_step}: {', '.join(_figures(of_eval))}")
         elif "loss" in logs:
             self._say("  ".join((f"step {state.global_step}/{state.max_steps}", *_figures(logs))))

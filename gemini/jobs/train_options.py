@@ -162,12 +162,17 @@ class Parser(Refusing, _TrlParser):
 
     def read(self, words: Sequence[str]) -> Parser:
         """Take the value of every option; the parser itself."""
+        if words[-1:] == ["--config"]:
+            self.error("argument --config: a YAML file is expected")
         with refusing("--config"):
             values, of_file, rest = self.parse_args_and_config(
                 words, return_remaining_strings=True, separate_remaining_strings=True
             )
             if unknown := (*of_file[::2], *rest):
-                self.error(f"unrecognized arguments: {' '.join(unknown)}")
+                begun = tuple(word for word in unknown if word.startswith("--"))
+                near = [f"--{a.dest}" for a in self._actions if any(n.startswith(begun) for n in a.option_strings)]
+                hint = f" (perhaps {', '.join(near[:4])})" if begun and near else ""
+                self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         self.values, self.said = values, copy.deepcopy(self.said)  # records are made of the values, in place
         return self
 

@@ -140,6 +140,8 @@ def test_there_are_lines_and_rows() -> None:
         assert words in out.getvalue().splitlines()[-1]
     log(2000, eval_loss=1.0)
     assert out.getvalue().splitlines()[-1] == "evaluation after step 2000: loss 1.0000, perplexity 2.718"
+    log(2000, eval_loss=0.5, **{"eval_rewards/accuracies": 0.75})
+    assert out.getvalue().splitlines()[-1] == "evaluation after step 2000: loss 0.5000, accuracy 0.75"
     assert rows[1]["tokens_per_second"] > 0 and rows[0]["step_seconds"] > 0 and rows[1]["seconds_left"] == 0
     assert "tokens_per_second" not in rows[0], "of a resumed run it is not known what was counted before"
     assert rows[0]["cpu_bytes"] == rows[0]["cpu_peak_bytes"] == 3 * MIB and rows[0]["waits_for_nvme_read"] == 1e9
