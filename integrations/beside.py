@@ -27,6 +27,9 @@ from gemini.train.ddp import GeminiDDP
 
 from .settings import config_of
 
+STAGED = 4 * 2**20
+"""Bytes of host memory for what models of a few thousand params stage, in all processes of a machine."""
+
 
 def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: GeminiConfig, mesh: Any) -> GeminiConfig:
     """Freeze and manage these models, before or after the one that is trained; returns the config for that one, in the
@@ -62,11 +65,15 @@ def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: Gemin
 
 def budget_for(config: GeminiConfig, number: float) -> SharedBudget:
     """The budget of ``config`` for a model that is managed before ``number`` others which are evaluated beside it, of
-    its size: it leaves them their share of host memory, and with a drive a quarter, for all that is staged there.
+    its size: it leaves them their share of host memory, and with a drive a quarter, for all that is staged there, which
+    is no less for a small model: of little memory it leaves up to a half.
     """
     own, frozen = bytes_per_param(config.precision, config.gradients, config.rule_spec)
-    share = 1 / 4 if config.memory.paths_of(DRIVE) else number * frozen / (own + number * frozen)
-    memory = SharedBudget.of(config.memory, later=int(share * _host_bytes(config)))
+    host = _host_bytes(config)
+    later = number * frozen / (own + number * frozen) * host
+    if config.memory.paths_of(DRIVE):
+        later = min(host / 2, max(host / 4, STAGED))
+    memory = SharedBudget.of(config.memory, later=int(later))
     memory.pool.at_once = True
     return memory
 
