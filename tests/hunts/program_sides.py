@@ -530,7 +530,8 @@ class ManagedSide(Side):
 
     def averages(self) -> Iterator[tuple[str, torch.Tensor]]:
         ema = gemini.EMA(self.model)
-        return ((name, ema.full_param(name)) for name, _ in self.model.named_parameters())
+        # A program may have given a param another name: pruning.
+        return ((name, ema.full_param(param._gemini.name)) for name, param in self.model.named_parameters())
 
     def averages_swapped(self) -> contextlib.AbstractContextManager[None]:
         return gemini.EMA(self.model).swapped_in()

@@ -26,7 +26,7 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.interrupts import call_without_grad
 from gemini.waiting import on_worker
-from tests.train.helpers import Blocks, adam, make_config, noise, same_bits, snapshot, squares, train
+from tests.train.helpers import Blocks, Chain, adam, make_config, noise, same_bits, snapshot, squares, train
 from tests.train.moments import Moment, held_locks, interrupt_at, locks_of, moments_of, no_hang
 from tests.world import world_of
 
@@ -67,12 +67,21 @@ class World:
     """A model, its optimizer, and the state of it that every trial begins in.
 
     ``inside``: it updates in backward. ``offloads``: it has activations, which are offloaded. ``averaged``: its params
-    have moving averages.
+    have moving averages. ``chained``: its steps can be made block by block.
     """
 
-    def __init__(self, where: str, path: Path, *, inside: bool = False, offloads: bool = False, averaged: bool = False):
+    def __init__(
+        self,
+        where: str,
+        path: Path,
+        *,
+        inside: bool = False,
+        offloads: bool = False,
+        averaged: bool = False,
+        chained: bool = False,
+    ):
         self.path, self.offloads = path, offloads
-        make: type[Blocks] = Checkpointed if offloads else Blocks
+        make: type[Blocks] = Checkpointed if offloads else Chain if chained else Blocks
         how: dict[str, Any] = {"gradients": "transient"} if inside else {}
         config = dataclasses.replace(
             make_config(make(), where, path, slack=2**18 if offloads else 2**16, **how), update_threads=1
@@ -117,7 +126,7 @@ class World:
 class Operation:
     """``prepare`` is not interrupted, ``run`` is; ``end`` ends what an interrupted one has left to the program."""
 
-    inside = offloads = averaged = False
+    inside = offloads = averaged = chained = False
 
     def prepare(self, world: World) -> None:
         world.reset()
@@ -153,10 +162,16 @@ class StepOffloaded(Step):
     offloads = True
 
 
+def half_of_squares(output: torch.Tensor, part: Any) -> torch.Tensor:
+    return output.float().square().mean() / 2
+
+
 class StepByBlocks(Operation):
+    chained = True
+
     def run(self, world: World) -> None:
         parts = [{"x": noise(2, 5, 32, seed=seed)} for seed in (3, 4)]
-        gemini.train_step(world.model, parts, lambda output, part: output.float().square().mean() / 2)
+        gemini.train_step(world.model, parts, half_of_squares)
         world.optimizer.step()
         world.drain()
         world.optimizer.zero_grad()
@@ -271,9 +286,8 @@ OPERATIONS: dict[str, type[Operation]] = {
 def make_trials(where: str, name: str, path: Path) -> Trials:
     """Of the operation of that name, in a world of its own."""
     operation = OPERATIONS[name]()
-    return Trials(
-        World(where, path, inside=operation.inside, offloads=operation.offloads, averaged=operation.averaged), operation
-    )
+    how = {of: getattr(operation, of) for of in ("inside", "offloads", "averaged", "chained")}
+    return Trials(World(where, path, **how), operation)
 
 
 class Trials:

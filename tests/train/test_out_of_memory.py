@@ -22,6 +22,7 @@ from gemini.tiers import Tier
 from tests.standin_device import StandinDevice
 from tests.train.helpers import (
     Blocks,
+    Chain,
     adam,
     assert_same_snapshot,
     failing,
@@ -81,6 +82,10 @@ class Dropping(Blocks):
         return nn.functional.dropout(super().forward(x), 0.3, training=self.training)
 
 
+def half_of_squares(output: torch.Tensor, part: Any) -> torch.Tensor:
+    return output.float().square().mean() / 2
+
+
 class Trial:
     """One step of two micro-batches from a state that is always the same, and the step after it."""
 
@@ -102,7 +107,7 @@ class Trial:
         self.is_updating = False
         if self.by_blocks:
             parts = [{"x": noise(2, 5, 32, seed=seed)} for seed in (1, 2)]
-            gemini.train_step(self.model, parts, lambda output, part: output.float().square().mean() / 2)
+            gemini.train_step(self.model, parts, half_of_squares)
         for seed in () if self.by_blocks else (1, 2):
             if self.whole:
                 self.model.micro_batch(lambda seed=seed: self.micro_batch(seed))
@@ -168,8 +173,8 @@ class ByBlocks(Trial):
 
 
 def make_trial_by_blocks(kind: str, path: Path) -> Trial:
-    config = make_config(Blocks(), "standin", path, **{"slack": 2**16, **KINDS[kind]})
-    return ByBlocks(gemini.GeminiDDP(Blocks(), config), squares, path, whole=False)
+    config = make_config(Chain(), "standin", path, **{"slack": 2**16, **KINDS[kind]})
+    return ByBlocks(gemini.GeminiDDP(Chain(), config), squares, path, whole=False)
 
 
 def dropping_llama() -> nn.Module:
