@@ -160,6 +160,61 @@ def test_the_bits_of_a_plain_loop(precision: str, how: str, where: str, tmp_path
     assert world_of(model).handles[0].num_steps == (5 if precision == "fp16" else 6)
 
 
+class LoopAverage:
+    """What a program does that keeps an average itself, by the calls of ``EMAModel`` of diffusers: a copy of each
+    param, moved behind each step with a decay that warms up, written into the params to evaluate, and back.
+    """
+
+    def __init__(self, params: Any):
+        self.copies, self.kept, self.step_number = [p.detach().clone() for p in params], list[torch.Tensor](), 0
+
+    def decay(self) -> float:
+        step = self.step_number - 1
+        return min(0.9999, (1 + step) / (10 + step)) if step > 0 else 0.0
+
+    @torch.no_grad()
+    def step(self, params: Any) -> None:
+        self.step_number += 1
+        weight = 1 - self.decay()
+        for mine, param in zip(self.copies, params, strict=True):
+            mine.sub_(weight * (mine - param))
+
+    def store(self, params: Any) -> None:
+        self.kept = [param.detach().cpu().clone() for param in params]
+
+    def copy_to(self, params: Any) -> None:
+        self._write(self.copies, params)
+
+    def restore(self, params: Any) -> None:
+        self._write(self.kept, params)
+
+    def _write(self, values: list[torch.Tensor], params: Any) -> None:
+        for value, param in zip(values, params, strict=True):
+            param.data.copy_(value.to(param.device).data)
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_loop_that_averages_itself_goes_on_as_it_is_and_has_the_same_in_the_rule(where: str, tmp_path: Path) -> None:
+    """The rows of the page for those who come from diffusers: the same bits, with nothing in the loop."""
+    rule = AveragedRule(decay=lambda step: min(0.9999, step / (9 + step)) if step > 1 else 0.0)
+    model = wrap(Blocks(), where, tmp_path, rule, precision="fp32")
+    optimizer, ema, loop = adam(model), gemini.EMA(model), LoopAverage(model.parameters())
+    for seed in range(4):
+        train(model, optimizer, [seed], loss_of)
+        loop.step(model.parameters())
+    before = snapshot(model)
+    loop.store(model.parameters())
+    loop.copy_to(model.parameters())
+    with torch.no_grad():
+        by_loop = loss_of(model, 9)
+    loop.restore(model.parameters())
+    assert_same_snapshot(snapshot(model), before)
+    with ema.swapped_in(), torch.no_grad():
+        assert same_bits(loss_of(model, 9), by_loop)
+    for (name, _), mine in zip(model.named_parameters(), loop.copies, strict=True):
+        assert same_bits(ema.full_param(name), mine), name
+
+
 @pytest.mark.parametrize("where", ["ram", "disk", "standin"])
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_guess_that_is_undone_undoes_its_average(
