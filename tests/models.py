@@ -280,8 +280,8 @@ def managed_loop(model: nn.Module, recipe: Recipe, *, each_step: Callable[[], No
         scaler.unscale_(optimizer)
         run.norms.append(float(model.clip_grad_norm_(recipe.max_norm)))
         if math.isfinite(run.norms[-1]):
-            world.state.fetch_clipping()
-            run.coefficients.append(world.state.clip_coefficient)
+            world.state.clipping.fetch()
+            run.coefficients.append(world.state.clipping.coefficient)
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()

@@ -262,6 +262,40 @@ def alone(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Sel
     return by_one_thread
 
 
+class Clipping:
+    """By what the next update multiplies gradients: what ``clip_grad_norm_`` of the whole model has found."""
+
+    def __init__(self) -> None:
+        self.coefficient = 1.0  # as far as the host knows
+        self.there: ClipFactor | None = None  # what the device alone knows yet
+        self.was_asked = False
+        """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
+        self.in_backward = 1.0
+        """Factor by which a backward that updates multiplies gradients (``measuring_grad_norm``)."""
+
+    def fetch(self) -> None:
+        """Let the host learn the coefficient that the device has found; it waits for it if need be."""
+        if self.there is not None:
+            self.coefficient, self.there = self.there.coefficient(), None
+
+    def multiply(self, coefficient: float) -> None:
+        """Multiply gradients by ``coefficient`` in the update, beside what was asked for before."""
+        # First what the device knows: the two are multiplied on the host.
+        self.fetch()
+        self.coefficient *= coefficient
+        self.was_asked = True
+
+    def take(self) -> float:
+        """Return the coefficient, which from now on is 1."""
+        self.fetch()
+        coefficient, self.coefficient, self.was_asked = self.coefficient, 1.0, False
+        return coefficient
+
+    def forget(self) -> None:
+        """Let the gradients to come be multiplied by 1. Unread, if the coefficient is on the device still."""
+        self.coefficient, self.there, self.was_asked = 1.0, None, False
+
+
 class StepState:
     """The state of one model's step, which everybody asks. Plain attributes, for hooks look at them in every call. What
     belongs to a pass is changed under the lock of the books, what belongs to the step by the training thread alone.
@@ -282,14 +316,7 @@ class StepState:
         """Gradient accumulation: inside ``no_sync()`` gradients are added up, and none is used yet."""
         self.updated_in_backward = False
         """Whether an update was made inside backward since the last ``optimizer.step()``."""
-        self.clip_coefficient = 1.0
-        """Factor by which ``clip_grad_norm_`` of the whole model multiplies gradients, as far as the host knows."""
-        self.clip_there: ClipFactor | None = None
-        """The clipping of the whole model, if the device alone knows its numbers yet."""
-        self.has_clipped = False
-        """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
-        self.clip_in_backward = 1.0
-        """Factor by which a backward that updates multiplies gradients (``measuring_grad_norm``)."""
+        self.clipping = Clipping()
         self.measuring = False  # whether gradients that arrive are measured and thrown away
         self.requires_grad_changed = False
         """Whether ``requires_grad`` of a param was flipped at rest and nobody has followed it yet."""
@@ -361,26 +388,6 @@ class StepState:
             self.num_gathered -= 1
             # Not as it was before: a forward may have begun inside the block, and still run in another thread.
             self._look()
-
-    # ---- updates ------------------------------------------------------------------------------------------------
-
-    def fetch_clipping(self) -> None:
-        """Let the host learn the coefficient that the device has found; it waits for it if need be."""
-        if self.clip_there is not None:
-            self.clip_coefficient, self.clip_there = self.clip_there.coefficient(), None
-
-    def clip(self, coefficient: float) -> None:
-        """Multiply gradients by ``coefficient`` in the update, beside what was asked for before."""
-        # First what the device knows: the two are multiplied on the host.
-        self.fetch_clipping()
-        self.clip_coefficient *= coefficient
-        self.has_clipped = True
-
-    def take_clipping(self) -> float:
-        """Return the coefficient of clipping, which from now on is 1."""
-        self.fetch_clipping()
-        coefficient, self.clip_coefficient, self.has_clipped = self.clip_coefficient, 1.0, False
-        return coefficient
 
     # ---- an update that broke off -------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ class BackwardPass:
         (``autograd.grad`` of an input) updates nothing, and leaves gradients that wait alone.
         """
         # Before anything lands: the coefficient would else be applied to the new gradients too.
-        if self._state.has_clipped:
+        if self._state.clipping.was_asked:
             self.fold_clipping()  # it was of what is there
         if self._state.updated_in_backward and not self._state.accumulating:
             raise GeminiError(
@@ -303,11 +303,11 @@ class BackwardPass:
 
     def fold_clipping(self) -> None:
         """Note the clipping of the whole model beside each gradient that is there, for it is not of those to come."""
-        if self._state.has_clipped and not any(handle.has_grad for handle in self._params.handles):
-            self._state.clip_coefficient, self._state.clip_there = 1.0, None  # unread, if it is on the device still
-            self._state.has_clipped = False
-        if self._state.has_clipped:
-            self.gradients.fold_clipping(self._state.take_clipping())
+        clipping = self._state.clipping
+        if clipping.was_asked and not any(handle.has_grad for handle in self._params.handles):
+            clipping.forget()
+        if clipping.was_asked:
+            self.gradients.fold_clipping(clipping.take())
 
     def abandon(self) -> None:
         """End a backward that an exception broke off, whose gradients are of no use."""

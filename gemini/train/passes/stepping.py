@@ -123,9 +123,9 @@ class Stepping:
         self._sink.settle()
         if handles is None and not error_if_nonfinite:
             # Where all sums are on the device that keeps them, nobody waits for the norm.
-            knows = not (self.state.has_clipped or self._sink.divides or self.scaling.is_scaled)
+            knows = not (self.state.clipping.was_asked or self._sink.divides or self.scaling.is_scaled)
             if knows and (clip := self._gradients.norms.clip_factor(float(max_norm))):
-                self.state.clip_there, self.state.has_clipped = clip, True
+                self.state.clipping.there, self.state.clipping.was_asked = clip, True
                 return clip.norm.float().view(())
         if max_norm != math.inf:  # without a limit, one rank may look at it alone
             self._sink.note_clipping(float(max_norm), handles)
@@ -137,18 +137,18 @@ class Stepping:
         if left:
             total = math.hypot(total, math.sqrt(self._gradients.norms.total_sum(left)))
         # What was clipped before is part of the norm: a second call finds the norm after the first.
-        self.state.fetch_clipping()
-        total *= self.state.clip_coefficient
+        self.state.clipping.fetch()
+        total *= self.state.clipping.coefficient
         if error_if_nonfinite:
             self._gradients.norms.check_finite(chosen)
         # A norm of inf or NaN clips nothing: the step refuses or skips these gradients.
         if math.isfinite(total):
             coefficient = kernels.clip_coefficient(total, float(max_norm))
             if handles is None:
-                self.state.clip(coefficient)
+                self.state.clipping.multiply(coefficient)
             else:
                 self._gradients.clip(handles, coefficient)
-                self.state.has_clipped = True
+                self.state.clipping.was_asked = True
         return torch.full((), total, dtype=torch.float32, device=self._store.device.torch_device)
 
     @alone
@@ -180,7 +180,7 @@ class Stepping:
             )
         handles, measured = self._params.handles, MeasuredNorm()
         try:
-            self.state.clip_in_backward = 1.0
+            self.state.clipping.in_backward = 1.0
             with replaced(self.state, "measuring", True):
                 yield measured
             if not self._sink.has_gradients:
@@ -188,7 +188,7 @@ class Stepping:
             # First: a norm of NaN would make a coefficient of NaN, and the next backward would write it into weights.
             self._gradients.norms.check_finite(handles)
             measured.norm = math.sqrt(self._gradients.norms.total_sum(handles))
-            self.state.clip_in_backward = kernels.clip_coefficient(measured.norm, max_norm)
+            self.state.clipping.in_backward = kernels.clip_coefficient(measured.norm, max_norm)
         finally:
             # The sums of the measured gradients would else count as gradients that wait.
             self._backward.discard()
@@ -250,7 +250,7 @@ class Stepping:
         written = written_to([handle for index in indices for handle in self._params.by_chunk[index]])
         if written or self._exposure.written:
             self._exposure.refuse(written)
-        clip = self.state.clip_there
+        clip = self.state.clipping.there
         # None where the host has to look; it then waits for the sums of squares, and the step goes on with numbers.
         stop = None
         if self._may_stop_there and not is_scaled:
@@ -260,13 +260,13 @@ class Stepping:
         if stop is None:
             self._gradients.norms.check_finite(handles)
             if clip and handles:
-                self.state.fetch_clipping()
+                self.state.clipping.fetch()
                 clip = None
         # Params that take the step without a gradient of their own (`zero_grad(set_to_none=False)`).
         missing = [handle for handle in handles if handle.norm_sums is None]
         if missing:
             self._gradients.land_zeros(missing)
-        coefficient = 1.0 if clip else self.state.clip_coefficient
+        coefficient = 1.0 if clip else self.state.clipping.coefficient
         # Before the lines below: hyperparameters are computed with the step count and clipping that they reset.
         by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
         is_plain = None  # nobody asks where nothing is guessed
@@ -323,10 +323,10 @@ class Stepping:
     def end_step(self) -> None:
         """End an optimizer step: what moved since the last one is what the report shows."""
         # Gradients that this step has not used (another optimizer's) keep their clipping; later ones do not get it.
-        if self.state.has_clipped:
+        if self.state.clipping.was_asked:
             self._backward.fold_clipping()
-        if self.state.clip_in_backward != 1.0:
-            self.state.clip_in_backward = 1.0
+        if self.state.clipping.in_backward != 1.0:
+            self.state.clipping.in_backward = 1.0
         if self.state.updated_in_backward:
             self.state.updated_in_backward = False
         self.state.has_stepped = True

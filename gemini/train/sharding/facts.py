@@ -34,7 +34,7 @@ def facts_of_step(
                 groups[handle.name] = number
             number += 1
     values["the factor that takes the loss scale out of gradients"] = repr(float(scaling.unscale))
-    values["the coefficient of clip_grad_norm_"] = repr(float(state.clip_coefficient))
+    values["the coefficient of clip_grad_norm_"] = repr(float(state.clipping.coefficient))
     return Facts(
         {
             **values,

@@ -145,7 +145,7 @@ class GradientSink:
                 f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
                 "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
             )
-        scalars = optimizer.scalars_in_backward(handle, self.state.backward_number, self.state.clip_in_backward)
+        scalars = optimizer.scalars_in_backward(handle, self.state.backward_number, self.state.clipping.in_backward)
         self.updates.collect(ParamUpdate(handle, scalars, grad.detach().contiguous().view(-1)))
         # Last: after an error above, the gradient was not used.
         handle.in_backward = self.state.backward_number
@@ -197,5 +197,5 @@ class GradientSink:
 
     def _update(self, handle: ParamHandle, optimizer: Stepper) -> ParamUpdate:
         """The update of a param whose gradient is in its plane, nothing of which is clipped from now on."""
-        scale = self.state.clip_coefficient * self.scaling.unscale * handle.clip
+        scale = self.state.clipping.coefficient * self.scaling.unscale * handle.clip
         return ParamUpdate(handle, optimizer.scalars_in_backward(handle, self.state.backward_number, scale))
