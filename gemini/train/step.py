@@ -409,10 +409,6 @@ class StepState:
             self.mark_corrupted(e)
             raise
 
-    @property
-    def is_corrupted(self) -> bool:
-        return self.corrupted_by is not None
-
     def mark_restored(self) -> None:
         """Allow everything again: every master and state was written anew."""
         self.corrupted_by = self._unreported = None
@@ -437,7 +433,7 @@ class StepState:
 
     def check_whole(self) -> None:
         """Refuse to go on with a half-made update."""
-        if self.is_corrupted:
+        if self.corrupted_by:
             raise GeminiError(
                 f"an update of this model, or a load, broke off ({self.corrupted_by}): some of its weights and states "
                 "are old and some new. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"

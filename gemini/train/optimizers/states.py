@@ -256,7 +256,7 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
     if not used:
         return
     state = owner_of(used[0]).state
-    if state.is_corrupted:  # a checkpoint is going to overwrite all of it, and nothing less helps
+    if state.corrupted_by:  # a checkpoint is going to overwrite all of it, and nothing less helps
         for handle in used:
             handle.num_steps = 0
         return

@@ -379,7 +379,7 @@ class Updates:
 
     def check(self) -> None:
         """Raise what broke an update off that nobody has waited for."""
-        broken_off = self._state.is_corrupted  # known a moment before the jobs end
+        broken_off = self._state.corrupted_by  # known a moment before the jobs end
         for job in list(self.pending.values()):
             if broken_off or (job.is_complete() and job.error is not None):
                 self._await(job)
@@ -401,7 +401,7 @@ class Updates:
         self._forget(job)
         if is_guess or job.error is None:
             return  # a guess is of no use to anybody, also if it failed
-        if self._state.is_corrupted:
+        if self._state.corrupted_by:
             self.forget()  # all of them ended with this error, which is told once
         job.wait()
 
