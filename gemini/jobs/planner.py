@@ -426,10 +426,12 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     asked, may_tile, too_large, fitting = way.settings, way.settings.tile_tokens == "auto", set[Any](), set[Any]()
     sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
     config = find_config(asked.config or "", asked.layers).config.get_text_config()
-    is_random = any("drop" in name and isinstance(value, float) and value for name, value in vars(config).items())
-    orders = [None if is_random else asked.order]
+    in_turn = any("drop" in name and isinstance(value, float) and value for name, value in vars(config).items())
+    in_turn |= getattr(config, "output_router_logits", False)  # to whose loss every block adds
+    orders = [None if in_turn else asked.order]
     is_open = asked.fastest and asked.order is None and way.machine.hardware is not None
-    if is_open and not (is_random or asked.lora):  # adapters drop
+    # Adapters drop, and trainers of TRL add the loss of routers.
+    if is_open and not (in_turn or asked.lora or hasattr(config, "router_aux_loss_coef")):
         with suppress(JobError):
             replace(asked, tokens_per_step=None, order="bfs").check()
             orders.append("bfs")

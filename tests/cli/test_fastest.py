@@ -19,7 +19,7 @@ import peft
 import pytest
 from rich.console import Console
 from traces import decoder_trace
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, MixtralConfig
 
 import gemini
 from gemini.errors import BudgetExceeded, parse_bytes
@@ -391,6 +391,29 @@ def test_kernels_that_may_be_are_compared_with_none(gemini_command: Command, tmp
     other = gemini_command.told("plan", tmp_path / "gpt2", *FASTEST, *more)
     assert other["kernels"] is None
     refused(gemini_command("plan", config, "--cpu", "2GiB", "--kernels", "auto"), "auto needs --fastest")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "asked", "by_block"),
+    [
+        (LlamaConfig, {}, None, True),
+        (LlamaConfig, {"attention_dropout": 0.1}, None, False),
+        (MixtralConfig, {}, None, False),
+        (MixtralConfig, {}, "bfs", True),
+        (MixtralConfig, {"output_router_logits": True}, "bfs", False),
+    ],
+    ids=["plain", "dropout", "routers", "asked for", "routers of the model"],
+)
+def test_an_order_that_train_step_does_not_take_is_not_looked_at(
+    kind: Any, more: dict[str, Any], asked: str | None, by_block: bool, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 128}
+    config = tmp_path / "config.json"
+    config.write_text(kind(**sizes, **more).to_json_string(use_diff=False))
+    step = {"machine": "rtx4090", "seq_len": 32, "tokens_per_step": 128, "fastest": True, "order": asked}
+    orders = {way.settings.order for way, _ in planner._ways(Way(PlanSettings(config=str(config), **step)), 4)}
+    assert ("bfs" in orders) is by_block
 
 
 def test_tiles_that_may_be_are_compared_with_none_where_both_fit(tmp_path: Path) -> None:
