@@ -430,8 +430,7 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     in_turn |= getattr(config, "output_router_logits", False)  # to whose loss every block adds
     orders = [None if in_turn else asked.order]
     is_open = asked.fastest and asked.order is None and way.machine.hardware is not None
-    # Adapters drop, and trainers of TRL add the loss of routers.
-    if is_open and not (in_turn or asked.lora or hasattr(config, "router_aux_loss_coef")):
+    if is_open and not (in_turn or asked.lora or hasattr(config, "router_aux_loss_coef")):  # they drop, TRL adds it
         with suppress(JobError):
             replace(asked, tokens_per_step=None, order="bfs").check()
             orders.append("bfs")
