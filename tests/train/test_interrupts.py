@@ -179,6 +179,16 @@ def test_an_interrupt_leaves_no_lock_and_nothing_half_done(where: str, name: str
     assert trials.outcomes["before"] + trials.outcomes["after"] > number // 2
 
 
+@pytest.mark.parametrize("where", ["disk", "standin"])
+def test_sums_of_a_stage_go_home_though_an_interrupt_comes(where: str, tmp_path: Path) -> None:
+    """Else their bytes would be taken for good of the budget where modules compute."""
+    trials = make_trials(where, "step by blocks", tmp_path)
+    moments = [moment for moment in trials.moments() if "GradientHomes._send_home" in str(moment)]
+    assert len(moments) > 20
+    for moment in moments[::7]:
+        trials.at(moment)
+
+
 def test_waiting_for_an_update_holds_no_lock_that_the_worker_needs(tmp_path: Path) -> None:
     """At every moment in which the training thread shares something with the update worker."""
     trials = make_trials("ram", "drain", tmp_path)

@@ -104,8 +104,8 @@ class GradientHomes:
                     self._bring(chunk, home, moved)
             yield
         finally:
-            self._rounds = False
-            with contextlib.ExitStack() as going:  # one that fails keeps none of the others here
+            with WHOLE, contextlib.ExitStack() as going:  # one that fails keeps none of the others here
+                self._rounds = False
                 for chunk, home in moved:
                     going.callback(self._send_home, chunk, home, land)
 
@@ -130,7 +130,7 @@ class GradientHomes:
             moved.append((chunk, home))
 
     def _send_home(self, chunk: Chunk, home: Plane, land: Land | None) -> None:
-        """Let the sums of a chunk land as gradients do, beside what is computed next."""
+        """Let the sums of a chunk land as gradients do, beside what is computed next. In ``WHOLE``."""
         near, copied = chunk.planes[GRAD], False
         own = [handle for handle in self._handles if handle.chunk is chunk and handle.has_grad]
         try:
@@ -138,11 +138,10 @@ class GradientHomes:
                 copy_plane(self._mover, near, home)
             copied = True
         finally:
-            with WHOLE:
-                chunk.change_planes({GRAD: home})
-                for handle in own if land is not None or not copied else ():
-                    # There is none where it lives, until it lands.
-                    handle.norm_sums, handle.leftover = None, Leftover.TORN
+            chunk.change_planes({GRAD: home})
+            for handle in own if land is not None or not copied else ():
+                # There is none where it lives, until it lands.
+                handle.norm_sums, handle.leftover = None, Leftover.TORN
         try:
             for handle in own if land is not None else ():
                 sums = near.device_view(handle.slot.start, handle.slot.start + handle.slot.numel)
