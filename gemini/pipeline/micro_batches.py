@@ -39,6 +39,7 @@ class _Seen:
     """Of each kind of micro-batch the way through it, or why it is not cut."""
     course: Any = None  # of these stages
     stages: list[Stage] | None = None
+    number: int = 0  # of blocks in each
     strayed: str = ""  # why a step went another way than was seen
     warned: str = ""  # of what, last
 
@@ -199,7 +200,7 @@ def _entry(
 
 
 def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss | None) -> list[Stage] | str:
-    """A stage for each block, or why depth first; that is warned of once, unless nothing is lost by it."""
+    """Stages of a block or one of all, or why depth first; that is warned of once, unless nothing is lost by it."""
     if not has_to_move(model):
         return "nothing would move less often"
     if why := _why_not_now(model):
@@ -215,12 +216,23 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
         if isinstance(course := seen.courses[kind], str):
             return _warned(model, course)
         courses.append(course)
-    if seen.stages is None:
-        seen.course = courses[0]
-        seen.stages = [Stage(model, courses[0], number, number + 1) for number in range(len(courses[0].blocks))]
+    number = len(courses[0].blocks) if _sums_fit(model) else 1
+    if seen.stages is None or seen.number != number:
+        seen.course, seen.number, starts = courses[0], number, range(0, len(courses[0].blocks), number)
+        seen.stages = [Stage(model, courses[0], start, start + number) for start in starts]
     if any(getattr(seen.course, name) != getattr(course, name) for course in courses for name in OF_STAGES):
         return _warned(model, "its micro-batches go different ways through it")
     return seen.stages
+
+
+def _sums_fit(model: Any) -> bool:
+    """Whether no weight moves, and sums of all gradients take less than half of what is free: one stage has all blocks
+    then, since each calls the whole model, in Python, for each micro-batch. A plan knows stages of one block.
+    """
+    engine, store = model._gemini_engine, model._gemini_engine.store
+    twice = 8 * sum(handle.slot.numel for handle in engine.params.handles)
+    fits = twice < store.ledger.left_beside_windows(store.device.tier, store.working_set)
+    return fits and not store.moves and engine.config.trace is None
 
 
 def has_to_move(model: Any) -> bool:
@@ -257,7 +269,8 @@ def _settings(model: nn.Module, loss: Loss | None) -> Any:
         for module in model.modules()
     ]
     trained = [param.requires_grad for param in model.parameters()]
-    return of_modules, trained, str(getattr(model, "config", "")), getattr(loss, "__code__", type(loss))
+    of_config = str(getattr(getattr(model, "config", None), "__dict__", ""))  # its own str() makes JSON, slowly
+    return of_modules, trained, of_config, getattr(loss, "__code__", type(loss))
 
 
 def _why_not_now(model: Any) -> str | None:

@@ -241,7 +241,7 @@ class Stage(nn.Module):
 
     def _other_params_behind(self, loss: torch.Tensor) -> str:
         """The name of a param of another stage that gets a gradient from the loss of this one; "" if none does."""
-        todo, seen = [loss.grad_fn], set()
+        todo, seen = [loss.grad_fn] if self._others else [], set()
         for node in todo:
             variable = getattr(node, "variable", None)
             if id(variable) in self._others:
