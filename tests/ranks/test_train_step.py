@@ -318,6 +318,21 @@ def test_where_nothing_moves_micro_batches_are_computed_one_after_another(
     assert num_calls == by_block
 
 
+def test_one_stage_has_all_blocks_where_nothing_moves_and_all_sums_fit(tmp_path: Any) -> None:
+    """With the bits of one for each block: sums are rounded once in both."""
+    found = []
+    for cpu, is_one in (("64MiB", True), ("2700KiB", False)):
+        torch.manual_seed(0)
+        config = config_for("ram", str(tmp_path), gradients="retain", precision="bf16")
+        model: Any = gemini.GeminiDDP(half().train(), replace(config, memory=replace(config.memory, cpu=cpu)))
+        losses = gemini.train_step(model, unequal(0))
+        assert len(model.__dict__[micro_batches._SEEN].stages) == (1 if is_one else len(model.model.layers))
+        found.append((losses, {name: model.full_grad(name) for name, _ in model.named_parameters()}))
+    (losses, grads), (other_losses, other_grads) = found
+    assert helpers.same_bits(losses, other_losses)
+    assert all(helpers.same_bits(grad, other_grads[name]) for name, grad in grads.items())
+
+
 def test_stages_compute_no_loss_where_labels_are_the_inputs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stood_for, own = set[str](), Placeholder.forward
 
