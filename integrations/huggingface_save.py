@@ -27,9 +27,10 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from gemini import replacing
 from gemini.config import GeminiConfig
-from gemini.memory.durable.folder import has_commit, is_store
+from gemini.memory.durable.folder import StoreFolder, has_commit, is_store, reading
 from gemini.tiers import DRIVE
-from gemini.train.checkpoint.durable import committed_extra
+from gemini.train.checkpoint.durable import open_store
+from gemini.train.checkpoint.format import decode
 from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 
@@ -226,6 +227,15 @@ def state_text(trainer: Any) -> str:
 
 
 # ---- going on from a commit --------------------------------------------------------------------------------------
+
+
+def committed_extra(directory: Path, own: StoreFolder | None = None) -> Any:
+    """The ``extra`` of the last commit, which nobody is writing at; ``own``: the store of this process. Raises
+    StorageError if there is none, it is damaged, or another run uses the store.
+    """
+    with reading(directory, own):
+        stored = open_store(directory)
+        return decode(stored.manifest.extra, stored.values)
 
 
 def committed(store: Path, own: Any = None) -> Committed | None:

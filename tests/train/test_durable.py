@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gemini.integrations.huggingface_save import committed_extra
 from rich.console import Console
 
 import gemini
@@ -33,7 +34,7 @@ from gemini.memory.durable.slots import SlotFile
 from gemini.memory.nvme import Extent
 from gemini.train import engine
 from gemini.train.checkpoint import write as checkpoint_write
-from gemini.train.checkpoint.durable import StoreHome, committed_extra, open_store
+from gemini.train.checkpoint.durable import StoreHome, open_store
 from gemini.train.setup import build
 from gemini.train.update import worker as update_worker
 from tests.crash_images import Judge, Log, content
@@ -555,7 +556,7 @@ def test_two_runs_at_once_are_refused(store: Path) -> None:
 import sys
 from pathlib import Path
 import gemini
-from gemini.train.checkpoint.durable import committed_extra
+from gemini.integrations.huggingface_save import committed_extra
 from tests.train.test_durable import durable
 for use in (lambda path: durable("half", path), committed_extra):
     try:

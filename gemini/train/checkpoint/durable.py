@@ -24,7 +24,6 @@ from gemini.memory.durable.folder import (
     StoreFolder,
     last_commit,
     read_layout,
-    reading,
     runs_of,
     slots_paths,
 )
@@ -40,7 +39,6 @@ from gemini.train.checkpoint.format import (
     TensorFile,
     TensorSpec,
     bytes_of,
-    decode,
     manifest_of,
     opened,
     read_all,
@@ -326,12 +324,3 @@ def open_store(directory: Path) -> Stored:
         values.append(value)
         at += spec.num_bytes
     return Stored(commit, manifest_of({**first.text["manifest"], "files": files}, commit.folder), opened, values)
-
-
-def committed_extra(directory: Path, own: StoreFolder | None = None) -> Any:
-    """The ``extra`` of the last commit, which nobody is writing at; ``own``: the store of this process. Raises
-    StorageError if there is none, it is damaged, or another run uses the store.
-    """
-    with reading(directory, own):
-        stored = open_store(directory)
-        return decode(stored.manifest.extra, stored.values)
