@@ -302,8 +302,6 @@ class Recording:
             with WHOLE:
                 counting.append(model.register_forward_pre_hook(count, with_kwargs=True))
                 observers.record(self)
-                # Hooks of a settled forward would tell nothing.
-                engine.state.unsettle()
                 watch.recorder, ledger.on_change = self._recorder, self._recorder.held
                 # Last: `drain` and hooks of graphs go by it.
                 self._is_open = True

@@ -320,9 +320,6 @@ class StepState:
         self.measuring = False  # whether gradients that arrive are measured and thrown away
         self.requires_grad_changed = False
         """Whether ``requires_grad`` of a param was flipped at rest and nobody has followed it yet."""
-        self.settled_in = self.settled_for = 0
-        """The thread (its identifier) in which a forward runs whose modules have nothing to tell any more, because
-        nothing moves, no update is awaited and nobody records; and its outermost module (its ``id``). 0 for none."""
         self.num_looked_at = -1
         """Number of params and modules that had been registered anywhere when the whole model was looked at last
         (:mod:`gemini.train.modules.changing`)."""
@@ -367,15 +364,6 @@ class StepState:
         """Count one thing less that has begun and not ended in order."""
         # Not below zero: Recovery may have forgotten it already.
         self.num_open = max(self.num_open - 1, 0)
-
-    def settle(self, thread: int, module: int) -> None:
-        """Let hooks inside of ``module`` (its ``id``), which ``thread`` runs, return at once from now on."""
-        # One thread alone: hooks compare its identifier, so those of other threads still tell.
-        self.settled_in, self.settled_for = thread, module
-
-    def unsettle(self) -> None:
-        """Let all hooks tell again: the outermost call is over, or something has come up. Called by any thread."""
-        self.settled_in = self.settled_for = 0
 
     @contextmanager
     def gathering(self) -> Iterator[None]:

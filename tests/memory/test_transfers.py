@@ -89,7 +89,7 @@ def test_what_is_submitted_stands_in_the_list_until_it_has_ended(world: World) -
 def test_the_first_deadline_goes_first_and_before_it_what_somebody_waits_for(world: World) -> None:
     world.hold()
     made = [world.submit(number, deadline) for number, deadline in enumerate([3, 1, 2])]
-    world.transfers.hurry(made[0])
+    world.transfers.thread(made[0].lane).hurry(made[0])
     world.let_go()
     assert all(world.wait(transfer) is None for transfer in made) and world.done == [0, 1, 2]
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -118,13 +118,13 @@ def test_nothing_is_looked_for_after_a_step_that_ended_in_order(
 
 
 @pytest.mark.parametrize("ends", ["in order", "by an exception", "by an interrupt"])
-def test_a_forward_is_settled_until_it_ends(ends: str, tmp_path: Path) -> None:
+def test_a_block_is_no_call_of_its_own_inside_a_forward(ends: str, tmp_path: Path) -> None:
     model = wrap(Blocks(), "ram", tmp_path)
     world_of(model).settle()
-    state, seen = world_of(model).state, []
+    state, running, seen = world_of(model).state, world_of(model).calls.running, []
 
     def look(*_: Any) -> None:
-        seen.append((state.settled_in == threading.get_ident(), state.settled_for == id(model)))
+        seen.append([call.module is model for call in running[threading.get_ident()]])
         if ends != "in order":
             raise KeyboardInterrupt if ends == "by an interrupt" else ValueError
 
@@ -135,7 +135,7 @@ def test_a_forward_is_settled_until_it_ends(ends: str, tmp_path: Path) -> None:
         with pytest.raises((KeyboardInterrupt, ValueError)):
             squares(model, 0)
     hook.remove()
-    assert seen == [(True, True)] and (state.settled_in, state.settled_for) == (0, 0)
+    assert seen == [[True]] and not running
     model.layers[0](noise(2, 32))  # an entrance of its own begins and ends again
     assert not state.computing and not world_of(model).calls.running
 
@@ -167,12 +167,12 @@ def test_a_block_that_another_thread_calls_meanwhile_is_a_call_of_its_own(tmp_pa
     assert not world.calls.running
 
 
-def test_a_forward_is_not_settled_while_updates_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_inside_a_forward_waits_for_its_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step inside ``gathered()``, where params are ordinary ones already: the blocks wait, each for its own."""
     memory = gemini.MemoryBudget(cpu="1GiB")
     config = gemini.GeminiConfig(memory=memory, device="cpu", update_threads=1, max_chunk=1024)
     model, plain = gemini.GeminiDDP(Blocks(), config), Plain(Blocks())
-    optimizer, state, settled = adam(model), world_of(model).state, list[bool]()
+    optimizer, late, awaited = adam(model), world_of(model).forward.exposure.late, list[int]()
     squares(model, 0).backward()
     train_plain(plain, [0], squares, clip=None)
     update = kernels.update
@@ -183,11 +183,11 @@ def test_a_forward_is_not_settled_while_updates_are_awaited(monkeypatch: pytest.
 
     monkeypatch.setattr(kernels, "update", slow)
     for layer in model.layers:
-        layer.register_forward_pre_hook(lambda *_: settled.append(state.settled_in != 0))
+        layer.register_forward_pre_hook(lambda *_: awaited.append(len(late)))
     with model.gathered(), torch.no_grad():
         optimizer.step()
         loss = squares(model, 1)
-    assert settled == [False, False, True], "as soon as nothing is awaited"
+    assert awaited == [4, 2, 0], "each block waits for its own"
     with torch.no_grad():
         assert torch.equal(loss, squares(plain.model, 1))
 
@@ -201,8 +201,8 @@ def test_gradients_wait_for_an_update_that_begins_in_their_backward(
     landed, waited = list[Any](), list[Any]()
     land = gradients.land
 
-    def begins(handle: Any, grad: torch.Tensor) -> None:
-        land(handle, grad)
+    def begins(handle: Any, grad: torch.Tensor, num_to_come: int = 0) -> None:
+        land(handle, grad, num_to_come)
         landed.append(handle)
         updates.pending[-1] = None
 
@@ -293,12 +293,18 @@ class AtOnce(StandinDevice):
     """A stand-in whose copies are over when they have begun, so that nothing depends on another thread."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, *_: Any, **how: Any) -> Event:
-        call_without_grad(into.copy_, source)
+        return self.copy_all([(into, source)], "")
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str) -> Event:
+        for into, source in pairs:
+            call_without_grad(into.copy_, source)
         return DONE
 
 
 def test_what_a_block_costs_whose_gradients_leave_a_gpu() -> None:
-    """The same where weights come from host memory and gradients go there as they are: the way of most models."""
+    """The same where weights come from host memory and gradients go there as they are: the way of most models. Where
+    each gradient left by itself, a backward had 260.
+    """
 
     def make(num_blocks: int) -> Any:
         memory, placement = gemini.MemoryBudget(gpu="1MiB", cpu="64MiB"), gemini.StaticPlacement(weights_on_gpu=0)
@@ -307,7 +313,7 @@ def test_what_a_block_costs_whose_gradients_leave_a_gpu() -> None:
 
     each = calls_of_a_block(make)
     assert each["forward"] <= 104, each
-    assert each["backward"] <= 262, each
+    assert each["backward"] <= 160, each
 
 
 def calls_of_a_block(make: Callable[[int], Any]) -> dict[str, float]:

@@ -15,12 +15,11 @@ from gemini.errors import BudgetExceeded, StorageError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
 from gemini.train import wrap as wrapping
-from gemini.train.observers import ChangedChunks
+from gemini.train.observers import ChangedChunks, Observers
 from gemini.train.optimizers.states import read_state
 from gemini.train.params.handle import handle_of
 from gemini.train.setup.adoption import Adoption
 from gemini.train.slices import layers, slicing
-from gemini.train.step import StepState
 from tests import models
 from tests.train.helpers import Blocks, adam, assert_same_snapshot, make_config, snapshot, squares, train, wrap
 
@@ -91,7 +90,7 @@ def test_a_recording_that_could_not_begin_is_none(tmp_path: Path, monkeypatch: p
     model = wrap(Blocks(), "ram", tmp_path)
     hooks = len(model._forward_pre_hooks)
     with monkeypatch.context() as patched:
-        _interrupted(patched, StepState, "unsettle")
+        _interrupted(patched, Observers, "record")
         with pytest.raises(KeyboardInterrupt), model.recording():
             pass
     assert len(model._forward_pre_hooks) == hooks

@@ -222,11 +222,11 @@ def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(gradients: st
     store, alive, found = world.gradients, list[tuple[int, Any]](), list[tuple[int, int]]()
     land = store.land
 
-    def landing(handle: Any, grad: torch.Tensor) -> None:
+    def landing(handle: Any, grad: torch.Tensor, num_to_come: int = 0) -> None:
         for earlier in store.landing.values():
             assert earlier.outcome() is None
         alive.append((grad.nbytes, weakref.ref(grad.untyped_storage())))
-        land(handle, grad)
+        land(handle, grad, num_to_come)
         there = sum(num_bytes for num_bytes, reference in alive[:-1] if reference() is not None)
         found.append((there, world.held(Tier.GPU, "gradients in flight") - grad.nbytes))
 

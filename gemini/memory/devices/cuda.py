@@ -213,6 +213,16 @@ class CudaDevice(Device):
                 in_flight.append((event, [tensor for tensor in (into, source) if not tensor.is_cuda]))
         return event
 
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str) -> Event:
+        with self.lock, torch.cuda.device(self.torch_device), WHOLE:  # as in `copy`
+            on, in_flight = self._copy_stream(stream, behind_computing=True)
+            with torch.cuda.stream(on):
+                for into, source in pairs:
+                    call_without_grad(into.copy_, source, non_blocking=True)
+            event = CudaEvent(self.torch_device, on, "a copy")
+            in_flight.append((event, [tensor for pair in pairs for tensor in pair if not tensor.is_cuda]))
+        return event
+
     def _copy_stream(self, name: str, *, behind_computing: bool) -> CopyStream:
         """The copy stream of that name, behind what was given to compute before or not. Under the lock."""
         if name not in self._copying:

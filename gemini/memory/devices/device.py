@@ -178,6 +178,10 @@ class Device(ABC):
         stream comes behind that. Then memory of a GPU is free as soon as he does, else behind all copies given before.
         """
 
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str) -> Event:
+        """:meth:`copy` for each (into, source), alike, contiguous, ``kept`` and in no window: the end of all."""
+        return AllOf([self.copy(into, source, stream, kept=True) for into, source in pairs])
+
     def host_sums(self, areas: Sequence[torch.Tensor]) -> Callable[..., tuple[Event, Event, Any]] | None:
         """Lands gradients that the host has to add, through these areas of host memory, which nobody else uses.
         Called with one, its plane on the host, what rounding has lost there or None, the elements of a piece, and

@@ -328,7 +328,7 @@ class Manager:
             chunk.settle()
             # Ranks take gathers in the order in which all of them post them.
             if not self.source.in_order:
-                self._transfers.hurry(arriving)
+                self._transfers.thread(arriving.lane).hurry(arriving)
         arrived = self._transfers.wait(arriving, *self._what(chunk)) is None
         try:
             if arrived and chunk.fetched is not DONE:

@@ -431,10 +431,6 @@ class Transfers:
             transfer.give_back()
         self.open[transfer.lane][transfer.key] = transfer
 
-    def hurry(self, transfer: Transfer) -> None:
-        """Have a transfer that somebody waits for taken next, unless it is under way."""
-        self.thread(transfer.lane).hurry(transfer)
-
     def wait(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> Exception | None:
         """Block until it is over, which counts as a stall of the step by ``cause``: what went wrong."""
         # Only a wait that blocks is a stall of the step.

@@ -411,7 +411,7 @@ class Flights:
         if flight is None:
             return None
         if not flight.is_complete():
-            self._transfers.hurry(flight)
+            self._transfers.thread(flight.lane).hurry(flight)
         self._pass(flight)
         error = self._transfers.wait(flight, "activation", "wait for activations")
         values = None  # one that failed is tried again by whoever needs it: here and now

@@ -3,7 +3,7 @@
 Sums of squares are made on the way, over fixed tiles, so the same bits come out wherever the plane lives.
 
     within reach     the plane is where modules compute: copied or added there, at once
-    straight         it leaves the device as it is: summed up there, and one copy into its plane that nobody waits for
+    straight         it leaves the device as it is, summed up there: with the others of its chunk, if all have room
     by the host      it has to be added: copied through staging, and the device calls the host behind each copy
     through staging  a file has it, or the device cannot call the host: tile by tile on a worker
 
@@ -16,6 +16,7 @@ when somebody asks first.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,7 +25,7 @@ import torch
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.ledger import WELCOME, Turn, Want
+from gemini.ledger import NOBODY, WELCOME, Turn, Want
 from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.movement.mover import Mover, Working, tiles
@@ -62,25 +63,41 @@ def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
 
 
 class _Flight(Transfer):
-    """A gradient whose copies the device has been given, by who computes on ``stream``: it is read until ``left``."""
+    """Gradients of a chunk that leave together, of who computes on ``stream``: they are read until ``left``."""
 
-    def __init__(self, chunk: Chunk, grad: torch.Tensor, held: Held, stream: int):
+    def __init__(self, chunk: Chunk, held: Held, stream: int):
         # Nothing of a job, which it has none of.
         self.lane, self.of, self.key = Lane.LANDING, chunk, self
-        self.grad, self.held, self.stream = [grad], held, stream
-        self.left: Event = DONE
+        self.held, self.stream = held, stream
+        self.grads: list[tuple[ParamHandle, torch.Tensor, Any]] = []  # with places in the plane, or None
+        self.left = self.landed = DONE
+        self.begin: Callable[[_Flight], None] | None = None  # of gradients that wait for more of their chunk
+
+    @property
+    def copies(self) -> Event:  # type: ignore[override]
+        """Their end. Who asks waits, or has others wait for it: those of gradients that wait themselves begin now."""
+        self.begin_copies()
+        return self.landed
+
+    def begin_copies(self) -> None:
+        """Let gradients go that wait for more of their chunk: no more come, or somebody waits for these."""
+        if self.begin is not None:
+            with WHOLE:
+                begin, self.begin = self.begin, None
+                begin(self)
 
     def is_over(self) -> bool:
-        return self.copies.is_complete()
+        return self.begin is None and self.landed.is_complete()
 
     def give_back(self) -> None:
         # The memory before its bytes: who finds these free allocates.
-        self.grad.clear()
+        self.grads.clear()
         super().give_back()
 
     def give_way(self) -> None:
         """Let what is computed from here on come behind the copy, and have the memory, which no other stream gets."""
         with WHOLE:
+            self.begin_copies()
             self.left.wait_on_device()
             self.give_back()
 
@@ -142,6 +159,7 @@ class GradientStore:
             areas = [own.scratch(number, torch.float32, own.tile) for number in range(own.num_scratch)]
             self._land_by_host = store.device.host_sums(areas)
         self.landing = store.transfers.open[Lane.LANDING]  # gradients on their way
+        self.gathering: _Flight | None = None  # the last of those that waited for more of its chunk, or does
         store.ledger.register(Turn.LANDINGS, self.relieve, store.device.tier)
         self.synchronous = False  # whether gradients land at once: a MemoryTracer sets it, so that live bytes are exact
 
@@ -154,8 +172,10 @@ class GradientStore:
                 return True
         return False
 
-    def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
+    def land(self, handle: ParamHandle, grad: torch.Tensor, num_to_come: int = 0) -> None:
+        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards.
+        ``num_to_come``: of its chunk in this backward. With the last all are on their way.
+        """
         adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
         if handle.leftover is Leftover.ZEROS and not adding:
             flat = flat + 0.0  # onto zeros, as torch adds it: of -0.0 that makes 0.0
@@ -167,7 +187,7 @@ class GradientStore:
         if place is None:
             place = handle.chunk.prepared[handle] = self._place_of(handle)
         if place.view is None:
-            self._leave(handle, flat, place, adding)
+            self._leave(handle, flat, place, adding, num_to_come)
         elif place.lost is not None or adding:
             handle.norm_sums = _keep(place.view, place.lost, flat, adding)
         else:
@@ -186,70 +206,100 @@ class GradientStore:
         lost, summed = rest[0] if rest else None, home if self._behind else None
         return _GradPlace(None, lost, home if is_same else None, summed)
 
-    def _leave(self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool) -> None:
+    def _leave(
+        self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool, num_to_come: int
+    ) -> None:
         """Land a gradient that leaves the device, or whose planes are not both there."""
-        if self.landing:
-            self._reap()
         chunk = handle.chunk
         # Where no kernel leaves sums on the device, only the host makes them without being waited for.
         straight = place.home is not None and not adding and (flat.is_cpu or kernels.leaves_sums_there(flat))
+        if (flight := self.gathering) is not None and flight.begin is not None:
+            if straight and flight.of is chunk and flight.stream == self._device.stream_number():
+                flight.grads.append((handle, flat, place.home))
+                handle.norm_sums = []  # it is there; its sums come with the copies
+                if not num_to_come:
+                    flight.begin_copies()
+                return
+            flight.begin_copies()
+        if self.landing:
+            self._reap()
         by_host = place.summed is not None and self._land_by_host is not None and self._by_worker.is_complete()
         if straight or by_host:
             with WHOLE:  # what is reserved, and held by nothing yet, would stay taken
-                behind = self._is_held(chunk, flat)
-                landing = self._begin_flight(handle, flat, place, adding, straight=straight, behind=behind)
-            if not behind:
-                landing.give_way()
+                of_all = chunk.planes[GRAD].num_bytes
+                waits = straight and num_to_come > 0 and self._is_held(chunk, of_all, NOBODY)
+                num_bytes = of_all if waits else flat.nbytes * self._is_held(chunk, flat.nbytes)
+                held = Held(self._ledger, self._device.tier, num_bytes, HOLDER)
+                flight = _Flight(chunk, held, self._device.stream_number())
+                flight.grads.append((handle, flat, place.home))
+                if waits:
+                    self.landing[flight] = self.gathering = flight
+                    flight.begin, handle.norm_sums = self._begin_straight, []
+                    return
+                if straight:
+                    self._begin_straight(flight)
+                else:
+                    self._begin_by_host(flight, place, adding)
+                self._transfers.add(flight)
+            if not num_bytes:
+                flight.give_way()
                 if self.synchronous or not self._behind:
                     self.drain()
             return
         if self._staging is not None:
             with WHOLE:
-                if self._is_held(chunk, flat):
+                if self._is_held(chunk, flat.nbytes):
                     self._leave_to_worker(handle, flat, adding)
                     return
         if adding:
             self.await_sums()  # it adds to what the worker may still be adding to
         handle.norm_sums = self.land_piece(chunk, flat, handle.slot.start, adding)
 
-    def _is_held(self, chunk: Chunk, flat: torch.Tensor) -> bool:
-        """Whether a gradient may land behind backward: then its bytes are reserved."""
+    def _is_held(self, chunk: Chunk, num_bytes: int, asking: frozenset[Turn] = _LANDING) -> bool:
+        """Whether gradients may land behind backward: then their bytes are reserved."""
         return (
             chunk.planes[GRAD].tier is not self._device.tier
             and self._behind
             and not self.synchronous
-            and self._ledger.reserve_if_room(self._device.tier, flat.nbytes, HOLDER, _LANDING)
+            and self._ledger.reserve_if_room(self._device.tier, num_bytes, HOLDER, asking)
         )
 
-    def _begin_flight(
-        self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool, *, straight: bool, behind: bool
-    ) -> _Flight:
-        """Let a gradient go home ``straight``, or through the host. ``behind``: bytes are reserved. In ``WHOLE``."""
-        held = Held(self._ledger, self._device.tier, flat.nbytes if behind else 0, HOLDER)
-        flight = _Flight(handle.chunk, flat, held, self._device.stream_number())
-        into: Any = place.home if straight else place.summed
-        landed: list[Any] = []
+    def _begin_straight(self, flight: _Flight) -> None:
+        """Let gradients leave as they are, and make their sums where they are. In ``WHOLE``."""
+        if flight.stream != self._device.stream_number():
+            self._device.synchronize()  # somebody else waits for them, and what made them may be under way
 
-        def by_host() -> Event:
+        def begin() -> Event:
+            for handle, flat, _ in flight.grads:
+                handle.norm_sums = kernels.sum_squares(flat)
+            # Kept by the landing: on a GPU its memory is free with it, and not behind whatever is copied later.
+            return self._device.copy_all([(home, flat) for _, flat, home in flight.grads], "evict")
+
+        self._begin(flight, begin)
+
+    def _begin_by_host(self, flight: _Flight, place: _GradPlace, adding: bool) -> None:
+        """Let the one gradient of a flight go through the host, which adds it up. In ``WHOLE``."""
+        ((handle, flat, _),) = flight.grads
+        sums, landed = list[Any](), list[Any]()
+
+        def begin() -> Event:
             piece = self._mover.tile * 4 // flat.element_size()  # an area has room for fp32
-            left, *landed[:] = self._land_by_host(flat, into, place.lost, piece, adding)
+            left, *landed[:] = self._land_by_host(flat, place.summed, place.lost, piece, adding)
             return left
 
-        # Kept by the landing: on a GPU its memory is free with it, and not behind whatever is copied later.
-        begin = partial(self._device.copy, into, flat, "evict", kept=True) if straight else by_host
+        self._begin(flight, begin)
+        flight.landed, handle.norm_sums = _Summed(handle, sums, flight.left, *landed), sums
+
+    def _begin(self, flight: _Flight, begin: Callable[[], Event]) -> None:
+        index, num_bytes = flight.of.spec.index, sum([flat.nbytes for _, flat, _ in flight.grads])
+        name = f"land gradients of chunk {index}"
         try:
-            sums: kernels.Sums = kernels.sum_squares(flat) if straight else []
-            index, way = handle.chunk.spec.index, (Tier.GPU, Tier.CPU)
-            flight.left = self._mover.under_way(*way, flat.nbytes, begin, f"land gradients of chunk {index}", index)
-            flight.copies = _Summed(handle, sums, flight.left, *landed) if landed else flight.left
-            self._transfers.add(flight)
-            handle.norm_sums = sums
+            flight.left = flight.landed = self._mover.under_way(Tier.GPU, Tier.CPU, num_bytes, begin, name, index)
         except BaseException:
-            if flight.left is DONE:  # never begun
-                flight.give_back()
+            for handle, *_ in flight.grads:
                 handle.norm_sums = None  # what there is of it may be torn
+            self._transfers.end(flight)
             raise
-        return flight
 
     def _leave_to_worker(self, handle: ParamHandle, flat: torch.Tensor, adding: bool) -> None:
         """Let the lane's thread land a gradient, whose bytes are reserved."""

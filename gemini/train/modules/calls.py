@@ -121,11 +121,6 @@ class Calls:
                 return thread
         return None
 
-    def is_inside_another(self, module: nn.Module) -> bool:
-        """Whether the innermost call of a forward in this thread is one of another module."""
-        stack = self.running.get(threading.get_ident())
-        return stack is not None and stack[-1].module is not module
-
     def begin(self, module: nn.Module, chunks: tuple[Chunk, ...], keep: tuple[Chunk, ...] = ()) -> CallRecord:
         """Begin the call of a hooked module: gather what it reads. On an error nothing has begun. ``keep``: what
         modules inside it read, gathered once for all of them where there is room.

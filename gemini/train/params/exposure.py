@@ -72,10 +72,9 @@ class Exposure:
 
     def catch_up(self, chunks: tuple[Chunk, ...]) -> None:
         """Wait for the updates of chunks that are read now, and expose them."""
-        if self.late:
-            for chunk in chunks:
-                if chunk.spec.index in self.late:
-                    self.expose(chunk)
+        for chunk in chunks:
+            if chunk.spec.index in self.late:
+                self.expose(chunk)
 
     def expose(self, chunk: Chunk) -> None:
         """Make the params of a gathered chunk ordinary parameters, until as many :meth:`cover` if it moves."""
@@ -110,8 +109,6 @@ class Exposure:
         if chunk.resident and chunk.spec.index in self._exposed:
             self.hide(chunk)
             self.late.add(chunk.spec.index)
-            # Hooks of a settled forward look at nothing: they would let a recomputation read while the worker writes.
-            self._state.unsettle()
 
     def hide(self, chunk: Chunk) -> bool:
         """Guard the params of a chunk. True if one was written to, which is refused when that can be done."""

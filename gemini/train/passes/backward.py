@@ -130,6 +130,8 @@ class BackwardPass:
     def _end_whole(self) -> None:
         if self.sink.divides:
             self._calls.end_backward()  # nothing is read any more: room for what is still to be reduced
+        if self.gradients.gathering is not None:
+            self.gradients.gathering.begin_copies()  # of a chunk of which some param has no gradient in this backward
         # Before the phase ends: the sink asks `takes_gradients`, which ends with it.
         self.sink.end_backward()
         self.end()
@@ -188,7 +190,8 @@ class BackwardPass:
             if handle.norm_sums is not None:
                 self.gradients.homes.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
             self.arrived.append(handle)
-            self.gradients.land(handle, grad)
+            # With others of its chunk, except where it would count as added before that is so (`landed_before`).
+            self.gradients.land(handle, grad, 0 if self.adds else chunk.num_missing_grads - 1)
             self.num_landed += 1
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:

@@ -139,8 +139,6 @@ class ForwardPass:
             self._saved_weights.begin_call(record)
             if chunks and is_differentiating():
                 self._keep_for_transform(chunks)
-        elif not record.parent:
-            self.settle()
 
     def _begin(self) -> None:
         """Begin a forward while nothing computes: errors of updates first, then the schedule, then the guards."""
@@ -161,23 +159,12 @@ class ForwardPass:
                 self._manager.look_ahead()
         self.exposure.begin()
 
-    def settle(self) -> None:
-        """Let modules inside of this thread's outermost call go unlooked at until it ends, where nothing moves: if no
-        update is awaited any more, and nobody records.
-        """
-        if not self.exposure.late and not self.observers.recordings:
-            thread = threading.get_ident()
-            self.state.settle(thread, id(self.calls.running[thread][0].module))
-
     @own_work
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed; None if it never began. Takes the lock."""
         try:
             with without_transforms(self.lock):
                 record = self.calls.end(module)
-                # Hooks inside it would stay silent in the next forward too.
-                if not record or not record.parent:
-                    self.state.unsettle()
                 self._end_if_over()
                 for recording in self.observers.recordings:
                     recording.end_call()
@@ -201,13 +188,11 @@ class ForwardPass:
         """End the calls of this thread beyond ``depth``, which an exception ended without their hooks."""
         with self.lock:
             self.calls.unwind(depth)
-            self.state.unsettle()
             self._end_if_over()
 
     def abandon(self) -> None:
         """End all calls of this thread, and those of threads that have died. Called by Recovery alone."""
         self.calls.abandon()
-        self.state.unsettle()
         if self.state.occupancy.is_part:
             self.state.occupancy.leave()
         self._end_if_over()

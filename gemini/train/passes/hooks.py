@@ -33,7 +33,6 @@ from gemini.train.params.handle import ParamHandle, handles_of
 from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.forward import ForwardPass, resident_chunks
 from gemini.train.setup.problem import Decision
-from gemini.train.step import StepState
 
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
@@ -93,11 +92,9 @@ def _attach_parts(structure: Structure, passes: Passes, hooks: list[Any], waits:
             # What it writes to in place must be updated first, or the update would overwrite what it wrote.
             resident = (*resident, *resident_chunks(rewritten)) if rewritten else resident
             pre, post = _pre(ref, chunks, resident, keep, is_entrance=entrance), _post(ref)
-            if chunks and not resident:
-                pre, post = _unless_served(passes, chunks, pre, post)
-            elif not passes.store.moves:
-                # Where nothing moves most hooks have nothing to do: those return at one look.
-                pre, post = _unless_inside(ref, passes.state, resident, pre, post)
+            if chunks or not passes.store.moves:
+                # Most hooks have nothing to do: those return at one look.
+                pre, post = _unless_served(passes, chunks, resident, pre, post)
             hooks += hook_around(module, *_taking_over(ref, rewritten, pre, post))
         if is_tuner_layer(module):
             hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
@@ -292,38 +289,12 @@ def _pre(ref: weakref.ref[Passes], chunks: Chunks, resident: Chunks, keep: Chunk
     return pre
 
 
-def _unless_inside(
-    ref: weakref.ref[Passes], state: StepState, resident: Chunks, pre: Pre, post: Post
-) -> tuple[Pre, Post]:
-    """Make the same hooks where no weight ever moves: inside another module they only wait for updates under way."""
-
-    def pre_unless_inside(module: nn.Module, args: Any) -> None:
-        # The outermost module itself is looked at: its end is what unsettles.
-        if state.settled_in == threading.get_ident() and state.settled_for != id(module):
-            return
-        forward: ForwardPass = passes_of(ref).forward
-        if forward.observers.recordings or not forward.calls.is_inside_another(module):
-            pre(module, args)
-        elif resident and forward.exposure.late:
-            forward.exposure.catch_up(resident)
-            # Perhaps the last update that anybody waits for: from here on hooks return at the first line.
-            forward.settle()
-
-    def post_unless_inside(module: nn.Module, args: Any, output: Any) -> Any:
-        if state.settled_in == threading.get_ident() and state.settled_for != id(module):
-            return None
-        # What is innermost now was so before: a call that was noted is that of this module.
-        return None if passes_of(ref).forward.calls.is_inside_another(module) else post(module, args, output)
-
-    return pre_unless_inside, post_unless_inside
-
-
-def _unless_served(passes: Passes, chunks: Chunks, pre: Pre, post: Post) -> tuple[Pre, Post]:
-    """Make the same hooks for a module whose weights may be ordinary ones already, for the call around it: then there
-    is nothing to do, whatever it reads, saves or leaves behind.
+def _unless_served(passes: Passes, chunks: Chunks, resident: Chunks, pre: Pre, post: Post) -> tuple[Pre, Post]:
+    """Make the same hooks for a module inside another, for which its weights are ordinary ones already: then there is
+    nothing to do but to wait for updates under way, whatever it reads, saves or leaves behind.
     """
-    # No passes: the model alone keeps those alive.
-    running, observers = passes.forward.calls.running, passes.forward.observers
+    ref = weakref.ref(passes)  # the model alone keeps those alive
+    running, observers, late = passes.forward.calls.running, passes.forward.observers, passes.forward.exposure.late
     device, own = passes.store.device, frozenset(chunks)
 
     def pre_unless_served(module: nn.Module, args: Any) -> None:
@@ -331,8 +302,11 @@ def _unless_served(passes: Passes, chunks: Chunks, pre: Pre, post: Post) -> tupl
         if stack and own <= (around := stack[-1]).exposed and not observers.are_there:
             # Other hooks may be open on top of ours (checkpointing, the program's), or none inside of a transform; and
             # windows must know of every stream that reads them.
-            there = not torch.is_grad_enabled() or _top_hooks(False)
-            if (there is True or (there and there[0] is around.pack)) and device.stream_number() == around.stream:
+            there = not own or not torch.is_grad_enabled() or _top_hooks(False)
+            is_ours = there is True or (there and there[0] is around.pack)
+            if is_ours and (not own or device.stream_number() == around.stream):
+                if resident and late:
+                    passes_of(ref).forward.exposure.catch_up(resident)
                 around.inside.append(module)
                 return
         pre(module, args)
