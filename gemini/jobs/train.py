@@ -451,7 +451,8 @@ def demo(words: Sequence[str], console: Console, about: str = "") -> int:
     out, device = asked.output_dir, torch.device("cpu" if asked.use_cpu else "cuda")
     # Beside the model by default, and not where temporary files go: that may be memory.
     asked.nvme_path = asked.nvme_path or [out]
-    asked.warmup_steps = asked.warmup_steps or min(10, asked.max_steps // 4)
+    if "warmup_steps" not in parser.said:
+        asked.warmup_steps = max(min(10, asked.max_steps // 4), 0)  # -1 steps: as many as its epochs have
     library = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(library.glob("t*.py")))[: _HELD_OUT * _SEQ_LEN]
     held_out = torch.tensor(list(text), device=device).reshape(_HELD_OUT, _SEQ_LEN)

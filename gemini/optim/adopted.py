@@ -408,8 +408,8 @@ def anatomy_of(steps: list[Snapshot], given: Mapping[str, Any]) -> Anatomy:
         dtype = str(getattr(last, "dtype", "")).removeprefix("torch.")
         if _counts(values) or all(value is None for value in values):
             counts.append((name, _type_of(last)))
-        elif not all(isinstance(value, Tensor) for value in values):
-            raise Refusal(f"its state {name!r} is a {type(last).__name__}, which no plane can keep")
+        elif others := [type(value).__name__ for value in values if not isinstance(value, Tensor)]:
+            raise Refusal(f"its state {name!r} is a {others[-1]}, which no plane can keep")
         elif last.shape == shape and dtype in ITEMSIZES:
             planes.append((name, dtype))
         elif last.dim() == 0 and dtype == "float32":

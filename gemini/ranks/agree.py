@@ -238,9 +238,14 @@ def agree(
         if refusal is not None:
             raise refusal
         return
-    # A rank that refuses may be in no state to say its facts.
-    found = Facts({}) if facts is None or refusal is not None else facts()
-    own = _REFUSES if refusal is not None else 0 if facts is None else found.checksum
+    found, own = Facts({}), 0
+    # A rank that refuses may be in no state to say its facts; one that cannot say them refuses, for the others wait.
+    with Attempt() as saying:
+        if facts is not None and refusal is None:
+            said = facts()
+            own, found = said.checksum, said
+    if (refusal := refusal or saying.refusal) is not None:
+        own = _REFUSES
     heard = swap(own) if swap else wire.swap(tag, torch.tensor([own], device="cpu"), doing).view(-1).tolist()
     # All ranks hear the same numbers: either all of them tell, or none does.
     if _REFUSES in heard or len(set(heard)) > 1:

@@ -109,8 +109,7 @@ def manage(
             original = type(model)
             changes.append(lambda model: setattr(model, "__class__", original))
             model.__class__ = managed_class(original)  # type: ignore[assignment]
-            # The model is whole: what it was before is let go of.
-            # From here on undoing gives the values of then, not those of before: old values free their memory.
+            # The model is whole. From here on undoing gives the values of then: those of before free their memory.
             engine.adoption.keep()
             moved.keep()
             if whole is not None:

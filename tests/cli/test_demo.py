@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gemini.integrations.callbacks import StopCallback
+from rich.console import Console
 
+from gemini.jobs import JobError
 from gemini.jobs.parts import claimed
+from gemini.jobs.train import demo
 from tests.cli.commands import Command, refused
 
 
@@ -23,6 +27,24 @@ def test_several_processes_are_refused_once(
         result = gemini_command("demo", "--output_dir", tmp_path / "out")
         assert result.exit_code == 2 and says in " ".join(result.stderr.split())
         assert bool(result.stderr) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup"), [((), 10), (("--max_steps", "8"), 2), (("--max_steps", "-1"), 0), (("--warmup_steps", "0"), 0)]
+)
+def test_a_warm_up_that_is_said_is_taken(
+    words: tuple[str, ...], warmup: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def run(options: Any, _: Any) -> None:
+        asked.append(options.args.warmup_steps)
+        raise JobError("enough")
+
+    monkeypatch.setattr("gemini.jobs.train.Run", run)
+    with pytest.raises(JobError, match="enough"):
+        demo(["--output_dir", str(tmp_path / "out"), "--use_cpu", *words], Console())
+    assert asked == [warmup]
 
 
 @pytest.mark.slow

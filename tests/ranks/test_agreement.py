@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 import gemini
-from gemini.ranks.agree import Handshake, Point, Request, choose
+from gemini.ranks.agree import Facts, Handshake, Point, Request, agree, choose
+from gemini.ranks.wire import Wire
 from tests.ranks.pool import Pools
 
 GATHER, READ, REDUCE, END, SYNC_GRADS, SAVE, BEGIN = (
@@ -146,3 +147,20 @@ def test_what_fails_on_one_rank_fails_on_all(pool_of: Pools) -> None:
         interrupt = "GeminiError: saving it failed on rank 1: KeyboardInterrupt: stop"
         assert stopped == ("KeyboardInterrupt: stop" if rank == 1 else interrupt) + never
         assert end == "StorageError: saving it failed on rank 0: not there" + once
+
+
+def unsaid() -> str:
+    """A rank whose facts cannot be said."""
+    wire = Wire(dist.new_group(backend="gloo"))
+    try:
+        agree(wire, "writing", lambda: Facts({"it": _raise(ValueError("a meta tensor")) if wire.rank else 1}))
+    except Exception as e:
+        agree(wire, "going on", lambda: Facts({"it": 1}))  # nobody is out of step
+        return f"{type(e).__name__}: {e}"
+    return "agreed"
+
+
+def test_a_rank_that_cannot_say_its_facts_refuses(pool_of: Pools) -> None:
+    first, second = pool_of(2).run(unsaid)
+    assert first == "RankMismatch: rank 1 refused writing: a meta tensor"
+    assert second == "ValueError: a meta tensor"

@@ -1,6 +1,7 @@
 """Offloaded activations whose writes or reads fail, or that are interrupted: nothing is left."""
 
 import gc
+import signal
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from gemini.memory.movement.transfers import Job
 from gemini.memory.nvme import SpillFile
 from gemini.planning import working
 from gemini.tiers import Tier
+from gemini.train.activations.flights import Offloaded
 from tests.train.test_activation_overlap import (  # noqa: F401
     INPUT,
     LAYERS,
@@ -138,6 +140,42 @@ def test_an_interrupt_anywhere_leaves_nothing(device: str, offload: str, tmp_pat
         model.zero_grad()
         nothing_is_left(model)
     assert fired >= 2
+    same(train(model, optimizer), plain)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("device", "offload"), WAYS)
+def test_an_interrupt_whose_error_is_kept_gives_a_place_back_once(
+    device: str, offload: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frames of the error keep a tensor that was just given its place; ``again``: one that another had before."""
+    plain = train(wrap(tmp_path, offload=None))
+    model = wrap(tmp_path, device, offload)
+    optimizer, real, calls = adam(model), Offloaded.__init__, list[int]()
+    if again:
+        model(noise()).backward()
+        model.zero_grad()
+
+    def init(*args: Any) -> None:
+        real(*args)
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    kept: BaseException | None = None
+    with monkeypatch.context() as patches:
+        patches.setattr(Offloaded, "__init__", init)
+        try:
+            model(noise()).backward()
+        except KeyboardInterrupt as e:
+            kept = e
+    assert kept is not None
+    loss = model(noise(0))  # ends what was interrupted
+    kept = None
+    gc.collect()
+    (loss + model(noise(1))).backward()
+    model.zero_grad()
+    nothing_is_left(model)
     same(train(model, optimizer), plain)
 
 

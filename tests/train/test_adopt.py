@@ -300,6 +300,11 @@ class Late(_Of):
             self.state[param]["sum"] = grad.clone()
 
 
+class Lazy(_Of):
+    def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
+        self.state[param]["sum"] = grad.clone() if self.state[param] else None
+
+
 class Reserved(_Of):
     def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
         self.state[param]["master"] = param.clone()
@@ -316,6 +321,7 @@ class Reserved(_Of):
         (Double, "state 'sum' is float64"),
         (Listing, "state 'history' is a list"),
         (Late, "other states in later steps"),
+        (Lazy, "state 'sum' is a NoneType, which no plane"),
         (Reserved, "its states cannot be named: .* 'master'"),
     ],
 )

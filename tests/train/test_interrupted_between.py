@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections import Counter
 from pathlib import Path
@@ -63,6 +64,23 @@ def test_gradients_stay_where_sums_of_them_cannot_be_made(tmp_path: Path, monkey
     for handle, value in zip(handles, before, strict=True):
         assert torch.equal(engine.by_names.read_plane(handle, GRAD), value)
     assert _holders(model) == held
+
+
+def test_sums_go_home_from_an_interrupt_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it comes as each is about to be sent there."""
+    model = wrap(Blocks(), "ram", tmp_path, slack=2**22)
+    engine = model._gemini_engine
+    chunks, before = list(engine.store.chunks), _holders(model)
+    own = [chunk.planes[GRAD] for chunk in chunks]
+    assert len(chunks) > 1
+    _interrupted(monkeypatch, contextlib.ExitStack, "callback")
+    with pytest.raises(KeyboardInterrupt):
+        with engine.backward.gradients.homes.at_hand(chunks, engine.backward.gradients.land, rounds=True):
+            squares(model, 0).backward()
+    assert [chunk.planes[GRAD] for chunk in chunks] == own
+    model.zero_grad()
+    engine.recovery.forget_interrupted()
+    assert _holders(model) == before
 
 
 @pytest.mark.parametrize("interrupts", [False, True])

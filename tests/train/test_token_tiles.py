@@ -209,6 +209,14 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
             gemini.GeminiConfig(tile_tokens=wrong)  # type: ignore[arg-type]
 
 
+def test_nan_in_the_first_batch_is_no_refusal(tmp_path: Path) -> None:
+    """Of a padded row, or where fp16 has overflowed."""
+    x = noise(2, 30, 16)
+    x[0, 10] = float("nan")
+    model = gemini.GeminiDDP(WithMlp(), replace(make_config(WithMlp(), "disk", tmp_path), tile_tokens=TOKENS))
+    assert model(x).isnan()
+
+
 def test_a_loss_from_outside_of_the_model_is_said_to_need_whole_logits() -> None:
     """As the Trainer's label smoothing; once, and neither in evaluation nor of MLPs."""
     given = batch(0, rows=2, length=21)

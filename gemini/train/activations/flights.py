@@ -148,9 +148,8 @@ class Flights:
         self.restoring: dict[Any, Any] = store.transfers.open[Lane.RESTORE]
         self.parked = Parked(store.ledger, IN_FLIGHT)
         self._untold: list[BaseException] = []  # errors of saves that nobody has heard of
-        self._order: list[
-            Callable[[], Offloaded | None]
-        ] = []  # in the order of saving; what knows none keeps its place
+        # In the order of saving; what knows none keeps its place.
+        self._order: list[Callable[[], Offloaded | None]] = []
         self._at = 0  # place in it that backward has come to
         self._foreseen = False  # whether what it asked for last was on its way
         self._needed, self._in_block = 0, (0, 0)  # bytes that have a use; the kept block that saved last, and its bytes
@@ -327,10 +326,8 @@ class Flights:
 
     def read_ahead(self) -> None:
         """Begin to read what backward asks for next, as far as there is room."""
-        depth, ahead = (
-            max(working.FLIGHTS[self._tier], self._needed),
-            sum(flight.num_bytes for flight in self.restoring.values()),
-        )
+        depth = max(working.FLIGHTS[self._tier], self._needed)
+        ahead = sum(flight.num_bytes for flight in self.restoring.values())
         # Enough is on its way, and it is what is asked for: looked at again when an eighth has come to its use.
         if self.in_turn or (self._foreseen and ahead > depth - depth // 8):
             return

@@ -223,6 +223,8 @@ class ActivationStore:
                             place = self._file.allocate(num_bytes)
                             self._slots[place] = num_bytes
                         offloaded = Offloaded(self.gone, tensor, place)
+                # Known from here on: whoever keeps the error of an interrupt keeps it, and its place is not lost.
+                self._stored.add(offloaded)
         except BudgetExceeded as e:
             if not self._warned:
                 self._warned = True
@@ -232,7 +234,6 @@ class ActivationStore:
                 )
             return None
         try:
-            self._stored.add(offloaded)
             if not self.flights.save(offloaded, tensor):
                 self._move(offloaded, tensor if tensor.stride() == offloaded.stride else tensor.clone(), out=True)
         except BaseException:
