@@ -74,9 +74,8 @@ def manage(
 ) -> nn.Module:
     """Make ``model`` a GeminiDDP model; if that fails, what it was before. ``fill``: for a model whose params hold no
     values yet. ``of_stages``: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
-    ``whole``: how the model is cut; without it, as the mesh says.
-    ``structure``: of the model, if it was walked before. ``managed_class``: the class of a managed model that had the
-    given one.
+    ``whole``: how the model is cut; without it, as the mesh says. ``structure``: of the model, if it was walked before.
+    ``managed_class``: the class of a managed model that had the given one.
     """
     changes, is_filled = Changes(), fill is None
     try:

@@ -372,6 +372,13 @@ def test_resizing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path:
 # ---- choosing one ----------------------------------------------------------------------------------------------------
 
 
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="device='cuda:2' was asked for, but torch sees 2 of them"):
+        make_device("cuda:2")
+
+
 def test_make_device() -> None:
     assert isinstance(make_device("cpu"), CpuDevice) and make_device("cpu").tier is Tier.CPU
     assert isinstance(make_device("standin"), StandinDevice) and make_device("standin").tier is Tier.GPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,31 @@ def test_sums_go_home_from_an_interrupt_too(tmp_path: Path, monkeypatch: pytest.
     model.zero_grad()
     engine.recovery.forget_interrupted()
     assert _holders(model) == before
+
+
+def test_a_thread_that_the_system_refuses_leaves_no_gradient_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next backward asks for another one: one that never began was taken for a thread that would land."""
+    models = [wrap(Blocks(), "standin", tmp_path, gradients="accumulate", slack=2**22) for _ in range(2)]
+    real, refused = threading.Thread.start, list[str]()
+
+    def start(thread: threading.Thread) -> None:
+        if "landing" in thread.name and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    for model in models:
+        optimizer = adam(model)
+        if model is models[1]:
+            monkeypatch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                squares(model, 0).backward()
+            assert refused and not any(handle.has_grad for handle in model._gemini_engine.params.handles)
+        squares(model, 0).backward()
+        optimizer.step()
+    assert_same_snapshot(*map(snapshot, models))
 
 
 @pytest.mark.parametrize("interrupts", [False, True])

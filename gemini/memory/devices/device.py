@@ -332,11 +332,10 @@ def make_device(name: str | torch.device | Device | None) -> Device:
     if wanted.type == "cuda":
         from gemini.memory.devices.cuda import CudaDevice, check_card, prefer_expandable_segments
 
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"device={name!r} was asked for, but torch sees no CUDA device{_why_no_cuda()}; "
-                "use device=None or 'cpu'"
-            )
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (wanted.index or 0) >= count:
+            seen = f"{count} of them" if count else f"no CUDA device{_why_no_cuda()}"
+            raise ValueError(f"device={name!r} was asked for, but torch sees {seen}; use device=None or 'cpu'")
         made = CudaDevice(wanted)
         prefer_expandable_segments()
         check_card(made.torch_device)

@@ -127,8 +127,9 @@ class JobThread:
             if self._thread is None:
                 # Before the thread begins: the end of the interpreter must find every one that runs.
                 _live.add(self)
-                self._thread = threading.Thread(target=self._run, name=self.name, daemon=self.is_daemon)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self.name, daemon=self.is_daemon)
+                thread.start()
+                self._thread = thread  # one that the system refused is none: the next job asks for another
             for job in jobs:
                 job.worker, job.flush_mode = self, mode
                 heapq.heappush(self._waiting, (job.urgency, self._number, job))

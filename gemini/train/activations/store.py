@@ -2,10 +2,10 @@
 
 With ``GeminiConfig(offload_activations=...)`` the inputs of checkpointed blocks, and all that is saved in kept ones
 (:mod:`gemini.train.activations.kept`), leave the computing tier as they are saved and come back, the same bits, when
-backward asks for them. torch saves them through the saved-tensor hooks that
-are open around the outermost forward; what other operations save passes through these too and is left alone, weights
-above all. A tensor that several blocks were given is stored once. With overlap the moves are made beside computing
-(:mod:`gemini.train.activations.flights`), else here, in turn.
+backward asks for them. torch saves them through the saved-tensor hooks that are open around the outermost forward; what
+other operations save passes through these too and is left alone, weights above all. A tensor that several blocks were
+given is stored once. With overlap the moves are made beside computing (:mod:`gemini.train.activations.flights`), else
+here, in turn.
 """
 
 from __future__ import annotations

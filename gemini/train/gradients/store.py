@@ -327,8 +327,12 @@ class GradientStore:
         # A param that has a gradient and no landing would be updated with what its plane had before.
         with WHOLE:
             handle.norm_sums = sums  # it is there; its sums come with it
-            # All as urgent: in the order of arrival.
-            self._by_worker = self._transfers.begin(Lane.LANDING, land, of=chunk, held=held)
+            try:
+                # All as urgent: in the order of arrival.
+                self._by_worker = self._transfers.begin(Lane.LANDING, land, of=chunk, held=held)
+            except BaseException:
+                handle.norm_sums = None  # it never began to land
+                raise
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The views in which gradients land, and what rounding loses; None where the device does not reach them."""

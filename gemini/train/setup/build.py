@@ -249,8 +249,7 @@ def _reserve_on_device(
     if device.keeps_windows:
         ledger.reserve(device.tier, of_windows, "pool")
     planes = zip(placement.homes, problem.sizes, strict=True)
-    computing = [n for homes, sizes in planes for kind, n in sizes.items() if homes[kind] is problem.compute]
-    device.reserve_buffers(computing)
+    device.reserve_buffers(n for homes, sizes in planes for kind, n in sizes.items() if homes[kind] is problem.compute)
 
 
 def _open_files(config: GeminiConfig, needed: Mapping[Tier, int], durable: StoreFolder | None) -> dict[Tier, SpillFile]:

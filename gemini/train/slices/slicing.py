@@ -233,8 +233,7 @@ def imagine_slices(model: nn.Module, size: int, sent: Counter[str]) -> None:
 
 
 def _slices_by(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None = None) -> SlicedModel:
-    adapted = [name for name, module in model.named_modules() if is_tuner_layer(module)]
-    if adapted:
+    if adapted := [name for name, module in model.named_modules() if is_tuner_layer(module)]:
         raise ValueError(
             f"tensor parallel does not slice adapters ({adapted[0]!r}), as it would have to with their layers. Use dp "
             "in place of tp"
@@ -244,9 +243,8 @@ def _slices_by(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None 
             f"tensor parallel does not slice 4-bit weights ({coded!r}), which share scales in blocks. Use dp in place "
             "of tp: it divides 4-bit weights among ranks"
         )
-    counted: Mapping[str, tuple[str, ...]] = {}
-    if plan is None:
-        plan, counted = plan_of(model), _own_plan(model).counts
+    counted = _own_plan(model).counts if plan is None else {}
+    plan = plan_of(model) if plan is None else plan
     styles = expanded(model, plan)
     cuts = cuts_of(model, styles, slices.rank, slices.size)
     if not cuts:
