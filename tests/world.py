@@ -173,6 +173,7 @@ class World:
 def steps_by_block() -> Iterator[Any]:
     """Count steps block by block (``call_count``). A model all of whose memory stays is cut as one that moves."""
     with (
+        mock.patch.object(micro_batches, "_sums_fit", return_value=False),
         mock.patch.object(micro_batches, "has_to_move", return_value=True),
         mock.patch.object(micro_batches, "breadth_first", wraps=micro_batches.breadth_first) as counted,
     ):

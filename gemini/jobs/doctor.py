@@ -77,7 +77,7 @@ def doctor(asked: DoctorSettings, console: Console) -> int:
         "NVMe", lambda: ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"]
     )
     for path in asked.nvme_path:
-        usable = show("NVMe", _nvme, path) and usable
+        usable = show("NVMe", lambda folder=path: str(nvme.probe(folder)).splitlines()) and usable
         if is_store(path):
             usable = show("Durable store", _store, path) and usable
     if asked.measure and usable:
@@ -129,10 +129,6 @@ def _gpus() -> Iterator[str]:
         for index in range(torch.cuda.device_count()):
             free, total = map(human_bytes, torch.cuda.mem_get_info(index))
             yield f"{index}: {torch.cuda.get_device_name(index)}, {free} free of {total}"
-
-
-def _nvme(path: Path) -> list[str]:
-    return str(nvme.probe(path)).splitlines()
 
 
 # ---- how fast the machine is -----------------------------------------------------------------------------------------

@@ -215,12 +215,7 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
         if isinstance(course := seen.courses[kind], str):
             return _warned(model, course)
         courses.append(course)
-    # Each stage calls the whole model in Python for each micro-batch: one has all blocks where no weight moves and sums
-    # of all gradients take less than half of what is free. A plan knows stages of one block.
-    engine: Any = model.__dict__["_gemini_engine"]
-    left = engine.store.ledger.left_beside_windows(engine.store.device.tier, engine.store.working_set)
-    fits = 8 * sum(handle.slot.numel for handle in engine.params.handles) < left and not engine.store.moves
-    wanted = 1 if fits and engine.config.trace is None else len(courses[0].blocks)
+    wanted = 1 if _sums_fit(model) else len(courses[0].blocks)
     if len(seen.stages or ()) != wanted:
         seen.course, number = courses[0], len(courses[0].blocks) // wanted
         seen.stages = [Stage(model, courses[0], at, at + number) for at in range(0, number * wanted, number)]
@@ -228,6 +223,16 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
     if any(getattr(seen.course, name) != getattr(course, name) for course in courses for name in OF_STAGES):
         return _warned(model, "its micro-batches go different ways through it")
     return seen.stages
+
+
+def _sums_fit(model: Any) -> bool:
+    """Whether no weight moves, and sums of all gradients take less than half of what is free: one stage has all blocks
+    then, since each calls the whole model in Python for each micro-batch. A plan knows stages of one block.
+    """
+    engine, store = model._gemini_engine, model._gemini_engine.store
+    left = store.ledger.left_beside_windows(store.device.tier, store.working_set)
+    fits = 8 * sum(handle.slot.numel for handle in engine.params.handles) < left
+    return fits and not store.moves and engine.config.trace is None
 
 
 def has_to_move(model: Any) -> bool:

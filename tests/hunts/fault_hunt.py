@@ -156,7 +156,7 @@ def attempt(schedule: Schedule, faults: Faults, chosen: int, directory: Path) ->
     before = race_hunt.left_open()
     with race_hunt.disturbed(schedule), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, optimizer = race_hunt.wrap(schedule, directory)
+        model, optimizer, _ = race_hunt.wrap(schedule, directory)
         step(recipe, model, optimizer, 0, quiet)
         gemini.save_checkpoint(directory / "first", model, optimizer, extra=1)
         faults.arm(chosen)
@@ -178,7 +178,7 @@ def attempt(schedule: Schedule, faults: Faults, chosen: int, directory: Path) ->
             if chosen % 2:
                 del model, optimizer
                 gc.collect()
-                model, optimizer = race_hunt.wrap(schedule, directory)
+                model, optimizer, _ = race_hunt.wrap(schedule, directory)
             first = directory / "second" if faults.fired[0] == "read" and chosen % 3 == 0 else directory / "first"
             done = gemini.load_checkpoint(first, model, optimizer)
             new_scaler(model, 2.0**12)  # the other broke off in the middle of a step
@@ -242,7 +242,7 @@ def train_for_ever(name: str, directory: Path) -> None:
     schedule, quiet = CASES[name], Faults("")
     with race_hunt.disturbed(schedule), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, optimizer = race_hunt.wrap(schedule, directory)
+        model, optimizer, _ = race_hunt.wrap(schedule, directory)
         for done in range(10_000):
             step(schedule.recipe, model, optimizer, done, quiet)
             where = directory / f"step-{done + 1:05d}"
@@ -306,7 +306,7 @@ def resume(schedule: Schedule, checkpoint: Path) -> int:
     quiet, recipe = Faults(""), schedule.recipe
     with race_hunt.disturbed(schedule), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, optimizer = race_hunt.wrap(schedule, checkpoint.parent)
+        model, optimizer, _ = race_hunt.wrap(schedule, checkpoint.parent)
         done = gemini.load_checkpoint(checkpoint, model, optimizer)
         for number in range(done, done + 2):
             step(recipe, model, optimizer, number, quiet)

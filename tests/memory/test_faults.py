@@ -132,7 +132,7 @@ def broken(faults: Faults, directory: Path, chosen: int) -> tuple[Any, gemini.Hy
 
 def says_it_is_lost(error: GeminiError) -> bool:
     text = str(error).lower()
-    return any(word in text for word in ("lost", "incomplete", "half", "torn")) and "checkpoint" in text
+    return any(word in text for word in ("lost", "incomplete", "half", "torn", "broke off")) and "checkpoint" in text
 
 
 KINDS = ["read", "write", "reserve", "move pages", "allocate"]
