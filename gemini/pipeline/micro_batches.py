@@ -230,9 +230,8 @@ def _sums_fit(model: Any) -> bool:
     then, since each calls the whole model in Python for each micro-batch. A plan knows stages of one block.
     """
     engine, store = model._gemini_engine, model._gemini_engine.store
-    left = store.ledger.left_beside_windows(store.device.tier, store.working_set)
-    fits = 8 * sum(handle.slot.numel for handle in engine.params.handles) < left
-    return fits and not store.moves and engine.config.trace is None
+    twice, left = 8 * sum(handle.slot.numel for handle in engine.params.handles), store.ledger.left_beside_windows
+    return not store.moves and engine.config.trace is None and twice < left(store.device.tier, store.working_set)
 
 
 def has_to_move(model: Any) -> bool:
