@@ -66,13 +66,13 @@ def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: Gemin
 def budget_for(config: GeminiConfig, number: float) -> SharedBudget:
     """The budget of ``config`` for a model that is managed before ``number`` others which are evaluated beside it, of
     its size: it leaves them their share of host memory, and with a drive a quarter, for all that is staged there, which
-    is no less for a small model: of little memory it leaves up to a half.
+    is no less for a small model: of little memory it leaves up to five twelfths.
     """
     own, frozen = bytes_per_param(config.precision, config.gradients, config.rule_spec)
     host = _host_bytes(config)
     later = number * frozen / (own + number * frozen) * host
     if config.memory.paths_of(DRIVE):
-        later = min(host / 2, max(host / 4, STAGED))
+        later = min(host * 5 / 12, max(host / 4, STAGED))
     memory = SharedBudget.of(config.memory, later=int(later))
     memory.pool.at_once = True
     return memory

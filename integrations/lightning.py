@@ -39,7 +39,6 @@ from gemini.train.optimizers.grad_scaler import GradScaler
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.guard import refuse_in
 
-from .lightning_averages import Decay, keep_averages
 from .rules import hybrids_of
 from .settings import check_config, check_precision, config_of, resolve_config, warn_half
 from .torch_files import keep_promises, promised_model_state, promised_optimizer_state, write_torch_file
@@ -53,6 +52,8 @@ try:
     from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import grad_norm
+
+    from .lightning_averages import Decay, keep_averages
 except ImportError as e:
     raise ImportError(f"gemini.integrations.lightning needs Lightning 2.6 or newer ({e}): pip install lightning") from e
 

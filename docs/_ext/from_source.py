@@ -184,12 +184,12 @@ class CommandHelp(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         from dataclasses import fields
 
-        from gemini.cli import COMMANDS
+        from gemini.cli import COMMANDS, RECORDS
 
-        command = COMMANDS[self.arguments[0]]
-        found: list[nodes.Node] = [nodes.paragraph("", "", *_words(command.about), support_smartquotes=False)]
+        about, record = COMMANDS[self.arguments[0]], RECORDS.get(self.arguments[0])
+        found: list[nodes.Node] = [nodes.paragraph("", "", *_words(about), support_smartquotes=False)]
         groups: dict[str, list[Any]] = {}
-        for option in fields(command.record) if command.record else ():
+        for option in fields(record) if record else ():
             group = "Arguments" if "metavar" in option.metadata else option.metadata["group"] or "Options"
             groups.setdefault(group, []).append(_row(option))
         for title, rows in groups.items():
