@@ -72,8 +72,8 @@ def _without_the_order_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = CudaDevice.copy
-    monkeypatch.setattr(CudaDevice, "copy", lambda *args, **how: copy(*args, **{**how, "behind_computing": False}))
+    of = CudaDevice._copy_stream
+    monkeypatch.setattr(CudaDevice, "_copy_stream", lambda self, name, **_: of(self, name, behind_computing=False))
 
 
 def _before_they_have_landed(monkeypatch: pytest.MonkeyPatch) -> None:
