@@ -215,6 +215,7 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
         if isinstance(course := seen.courses[kind], str):
             return _warned(model, course)
         courses.append(course)
+    # Each stage calls the whole model in Python for each micro-batch. A plan knows stages of one block.
     wanted = 1 if _sums_fit(model) else len(courses[0].blocks)
     if len(seen.stages or ()) != wanted:
         seen.course, number = courses[0], len(courses[0].blocks) // wanted
@@ -226,12 +227,11 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
 
 
 def _sums_fit(model: Any) -> bool:
-    """Whether no weight moves, and sums of all gradients take less than half of what is free: one stage has all blocks
-    then, since each calls the whole model in Python for each micro-batch. A plan knows stages of one block.
-    """
+    """Whether no weight moves or is planned to, and fp32 sums of all gradients take less than half of what is free."""
     engine, store = model._gemini_engine, model._gemini_engine.store
-    twice, left = 8 * sum(handle.slot.numel for handle in engine.params.handles), store.ledger.left_beside_windows
-    return not store.moves and engine.config.trace is None and twice < left(store.device.tier, store.working_set)
+    left = store.ledger.left_beside_windows(store.device.tier, store.working_set)
+    fits = 8 * sum(handle.slot.numel for handle in engine.params.handles) < left
+    return fits and not store.moves and engine.config.trace is None
 
 
 def has_to_move(model: Any) -> bool:
