@@ -1,7 +1,10 @@
-"""Micro-batches block by block (``gemini.train_step``) against one after another, in turn. ``python -m
-benchmarks.block_by_block 64MiB FOLDER``: all of a Llama on the drive there; without a folder in memory. ``TOKENS=128``,
-``ROUNDS=9`` and ``GRADIENTS=retain`` in the environment: of a micro-batch, and of each way. ``python -m
-benchmarks.block_by_block all FOLDER``: on the drive, and in memory with both kinds of gradients, at 32 and 128 tokens.
+"""Micro-batches block by block (``gemini.train_step``) against one after another, in turn.
+
+    python -m benchmarks.block_by_block 64MiB FOLDER    # all of a Llama on the drive; without a folder in memory
+    python -m benchmarks.block_by_block all FOLDER      # two models, drive and memory, both gradients, two lengths
+
+In the environment: ``ROUNDS=9`` of each way, ``TOKENS=128`` of a micro-batch, ``GRADIENTS=retain``, and ``HIDDEN=1024``
+for 6 layers of 12M params each in place of 8 of 1.8M.
 """
 
 import os
@@ -15,13 +18,16 @@ from benchmarks._models import make_batch, make_llama
 from benchmarks._report import head, mb, publish, table
 from benchmarks._rounds import Spread, measure_in_turn, ratios, seconds_of
 
-COUNT, SHAPE = 8, {"hidden": 384, "layers": 8, "vocab": 2048, "batch": 1}
+COUNT, SHAPE = 8, {"vocab": 2048, "batch": 1}
+MODELS = {384: (8, "64MiB", "512MiB"), 1024: (6, "400MiB", "3GiB")}
+"""By the hidden size: layers, memory with all on the drive, and memory that holds it all."""
 WAYS = ("block by block", "one after another")
 
 
-def measure(memory: str, folder: str, gradients: Any, tokens: int) -> tuple[list[list[str]], str]:
+def measure(hidden: int, memory: str, folder: str, gradients: Any, tokens: int) -> tuple[list[list[str]], str]:
     """A row of each way, and how they compare."""
-    shape, moved, runs, processor = {**SHAPE, "tokens": tokens}, {}, {}, {name: list[float]() for name in WAYS}
+    shape = {**SHAPE, "hidden": hidden, "layers": MODELS[hidden][0], "tokens": tokens}
+    moved, runs, processor = {}, {}, {name: list[float]() for name in WAYS}
     below: dict[str, Any] = {"nvme": "16GiB", "nvme_path": folder} if folder else {}
     how = {"placement": gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)} if below else {}
     budget = gemini.MemoryBudget(cpu=memory, **below)
@@ -42,7 +48,7 @@ def measure(memory: str, folder: str, gradients: Any, tokens: int) -> tuple[list
 
     rounds = int(os.environ.get("ROUNDS", "5"))
     seconds = measure_in_turn(WAYS, rounds, lambda name: seconds_of(lambda: step(name)))
-    case = f"{'drive' if folder else 'memory'}, {gradients}, {tokens} tokens"
+    case = f"{hidden}, {'drive' if folder else 'memory'}, {gradients}, {tokens} tokens"
     rows = [
         [
             case,
@@ -60,12 +66,13 @@ def measure(memory: str, folder: str, gradients: Any, tokens: int) -> tuple[list
 
 if __name__ == "__main__":
     memory, folder = sys.argv[1], sys.argv[2] if sys.argv[2:] else ""
-    cases = [(memory, folder, os.environ.get("GRADIENTS", "accumulate"), int(os.environ.get("TOKENS", "32")))]
+    asked = int(os.environ.get("HIDDEN", "384")), memory, folder, os.environ.get("GRADIENTS", "accumulate")
+    cases = [(*asked, int(os.environ.get("TOKENS", "32")))]
     if memory == "all":
-        where = [("64MiB", folder, "accumulate"), ("512MiB", "", "retain"), ("512MiB", "", "accumulate")]
-        cases = [(*case, tokens) for tokens in (32, 128) for case in where]
+        homes = [(hidden, *home) for hidden, (_, low, high) in MODELS.items() for home in ((low, folder), (high, ""))]
+        cases = [(*home, how, tokens) for tokens in (32, 128) for home in homes for how in ("retain", "accumulate")]
     found = [measure(*case) for case in cases]
     rows = [row for rows, _ in found for row in rows]
     columns = ["case", "", "s per step", "processor's s", "MB read", "MB written"]
     lines = [*table(columns, rows), "", *(told for _, told in found)]
-    publish([*head("Block by block", [f"{COUNT} x {SHAPE}"]), *lines], None)
+    publish([*head("Block by block", [f"{COUNT} x {SHAPE}, by the hidden size {MODELS}"]), *lines], None)
