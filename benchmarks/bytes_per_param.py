@@ -25,7 +25,6 @@ from gemini.optim import (
     MuonRule,
     PlainSGDRule,
     SGDRule,
-    SophiaGRule,
 )
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.planning.planes import ADAM, RuleSpec, factor_bytes, plane_specs
@@ -73,7 +72,7 @@ SHAPES = [
     Shape(6656, 17920, 60, 6656), Shape(8192, 28672, 80, 1024),
 ]  # fmt: skip
 RULES: dict[str, RuleSpec] = {
-    "Adan": AdanRule().spec, "AdamW": ADAM, "Sophia-G": SophiaGRule().spec, "Muon": MuonRule().spec,
+    "Adan": AdanRule().spec, "AdamW": ADAM, "Muon": MuonRule().spec,
     "Lion": LionRule().spec, "SGD with momentum": SGDRule().spec, "AdamW, compact": compact(ADAM),
     "Lion, compact": compact(LionRule().spec), "SGD with momentum, compact": compact(SGDRule().spec),
     "AdaLomo": AdaLomoRule().spec, "LOMO, SGD": PlainSGDRule().spec, "LOMO, SGD, compact": compact(PlainSGDRule().spec),

@@ -51,10 +51,6 @@ STATES = {
     "PlainSgd": 0,
     "Lion": 1,
     "Adan": 4,
-    "Sophia": 2,
-    "SophiaEstimate": 2,
-    "SophiaH": 2,
-    "SophiaHEstimate": 2,
 }
 
 

@@ -6,8 +6,7 @@
 The same Llama and the same batches; each optimizer and each home is a process of its own, and they take turns: every
 number is a median over rounds, and ratios to AdamW with the same home are taken inside a round. Memory is seen from
 outside: the peak of anonymous RSS over all steps, less what the process had before the model (interpreter, torch,
-transformers, a step of a tiny model). With "nvme" weights, masters, states and gradients are in the spill file. Sophia
-makes an estimate of the Hessian in every tenth step, which is in its figures.
+transformers, a step of a tiny model). With "nvme" weights, masters, states and gradients are in the spill file.
 """
 
 import argparse
@@ -71,8 +70,6 @@ def methods() -> dict[str, Method]:
         "AdaLomo": Method(3e-3, lambda p, lr: optim.AdaLomo(p, lr=lr), of(optim.AdaLomoRule)),
         "Adafactor, adopted": Method(1e-3, lambda p, lr: adopted().make(p, lr=lr), of(adopted)),
         "Adan": Method(3e-4, lambda p, lr: optim.Adan(p, lr=lr), of(optim.AdanRule)),
-        "Sophia-G": Method(3e-5, lambda p, lr: optim.SophiaG(p, lr=lr, bs=512), of(optim.SophiaGRule)),
-        "Sophia-H": Method(3e-5, lambda p, lr: optim.SophiaH(p, lr=lr), of(optim.SophiaHRule)),
         "Muon": Method(
             3e-4,
             lambda p, lr: optim.Muon(p, lr=lr, adjust_lr="match_rms_adamw"),
@@ -97,20 +94,6 @@ def wrap(model: Any, method: Method, lr: float, **config: Any) -> tuple[Any, Any
     if isinstance(settings.get("optimizer"), optim.MuonRule):
         return model, optim.muon_groups(model, lr=lr / 3)
     return model, [param for param in model.parameters() if param.requires_grad]
-
-
-def estimate(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
-    """Sophia's estimates of the Hessian, of a part of the batch."""
-    from gemini import optim
-
-    part = {name: value[:2] for name, value in batch.items()}
-    if isinstance(optimizer, optim.SophiaH):
-        optimizer.estimate_hessian(model(**part).loss)
-    if isinstance(optimizer, optim.SophiaG):
-        logits = model(input_ids=part["input_ids"]).logits.float()
-        labels = torch.distributions.Categorical(logits=logits).sample()
-        with optimizer.estimating_hessian():
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
 
 
 # ---- a process -------------------------------------------------------------------------------------------------------
@@ -146,8 +129,6 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
         start = time.perf_counter()
         for _ in range(steps):
             batch = skewed_batch(shape["vocab"], shape["batch"], shape["tokens"], state["step"])
-            if state["step"] % 10 == 0:
-                estimate(model, optimizer, batch)
             loss = model(**batch).loss
             loss.backward()
             if not optimizer.step_in_backward:

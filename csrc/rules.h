@@ -128,62 +128,6 @@ struct Adan {
     }
 };
 
-struct Sophia {
-    static constexpr int kStates = 2;
-    static constexpr int kSquares = kNotCompact;
-    float beta1, c1, scale, tiny, decay, neg_lr, grad_scale;
-
-    template <class F>
-    GEMINI_RULE void update(F& p, F g, F& m, F& h) const {
-        m = m * beta1 + g * c1;
-        F r = m / (h * scale + tiny);
-        r = select(r > 1.f, F(1.f), r);
-        r = select(r < -1.f, F(-1.f), r);
-        p = p * decay + r * neg_lr;
-    }
-};
-
-// The estimate may be negative where the loss is not convex: the step is clipped there.
-struct SophiaH {
-    static constexpr int kStates = 2;
-    static constexpr int kSquares = kNotCompact;
-    float beta1, c1, scale, least, decay, neg_lr, grad_scale;
-
-    template <class F>
-    GEMINI_RULE void update(F& p, F g, F& m, F& h) const {
-        m = m * beta1 + g * c1;
-        const F divisor = h * scale;
-        F r = m / select(divisor > F(least), divisor, F(least));
-        r = select(r > 1.f, F(1.f), r);
-        r = select(r < -1.f, F(-1.f), r);
-        p = p * decay + r * neg_lr;
-    }
-};
-
-// Not a step: the gradient is of labels that the model has drawn, and goes into the estimate of the Hessian.
-struct SophiaEstimate {
-    static constexpr int kStates = 2;
-    static constexpr int kSquares = kNotCompact;
-    float beta2, c2, grad_scale;
-
-    template <class F>
-    GEMINI_RULE void update(F&, F g, F&, F& h) const {
-        h = h * beta2 + (c2 * g) * g;
-    }
-};
-
-// Not a step: in place of the gradient stands an estimate of the diagonal of the Hessian.
-struct SophiaHEstimate {
-    static constexpr int kStates = 2;
-    static constexpr int kSquares = kNotCompact;
-    float beta2, c2, grad_scale;
-
-    template <class F>
-    GEMINI_RULE void update(F&, F g, F&, F& h) const {
-        h = h * beta2 + c2 * g;
-    }
-};
-
 // Not a step: a moving average of the master, which stays as it is. `fresh` is 1 where it begins as the master.
 struct Average {
     static constexpr int kStates = 1;
@@ -212,7 +156,7 @@ struct Arrays {
 #if !defined(__CUDACC_RTC__)  // the rest is for the host
 
 enum class RuleKind : int {
-    adamw, adam, sgd, plain_sgd, lion, adan, sophia, sophia_estimate, sophia_h, sophia_h_estimate, average
+    adamw, adam, sgd, plain_sgd, lion, adan, average
 };
 
 // The scalars of an update of any rule: which one it is, and its numbers in the order of its struct.
@@ -233,8 +177,7 @@ struct Scalars {
 };
 
 inline Scalars make_scalars(const std::string& name, const std::vector<float>& values) {
-    const char* const names[] = {"adamw", "adam", "sgd", "plain_sgd", "lion", "adan", "sophia", "sophia_estimate",
-                                 "sophia_h", "sophia_h_estimate", "average"};
+    const char* const names[] = {"adamw", "adam", "sgd", "plain_sgd", "lion", "adan", "average"};
     const auto found = std::find(std::begin(names), std::end(names), name);
     Scalars made{};
     made.kind = static_cast<RuleKind>(found - std::begin(names));
@@ -273,10 +216,6 @@ void with_rule(const Scalars& scalars, const Arrays& arrays, Use use) {
         case RuleKind::plain_sgd: return use(scalars.as<PlainSgd>(n));
         case RuleKind::lion: return use(scalars.as<Lion>(n));
         case RuleKind::adan: return use(scalars.as<Adan>(n));
-        case RuleKind::sophia: return use(scalars.as<Sophia>(n));
-        case RuleKind::sophia_estimate: return use(scalars.as<SophiaEstimate>(n));
-        case RuleKind::sophia_h: return use(scalars.as<SophiaH>(n));
-        case RuleKind::sophia_h_estimate: return use(scalars.as<SophiaHEstimate>(n));
         case RuleKind::average: return use(scalars.as<Average>(n));
     }
 }

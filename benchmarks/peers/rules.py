@@ -28,7 +28,6 @@ from benchmarks._report import add_out, head, publish, table
 from gemini import optim
 
 STEPS = 20
-HESSIAN_EVERY = 5
 
 Steps = Callable[[nn.Module, Tensor], None]
 """One step of a model on a batch: its backward, and the update."""
@@ -79,51 +78,6 @@ def fused(make: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Steps]:
     return of
 
 
-def hessian(model: nn.Module, seed: int) -> list[Tensor]:
-    """An estimate that both are given, with negative elements and zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(p.shape, generator=generator) * 1e-2 + 5e-3 for p in model.parameters()]
-
-
-def sophia_h(model: nn.Module) -> Steps:
-    optimizer = optim.SophiaH(model.parameters(), lr=1e-3, betas=(0.965, 0.99), rho=0.02, weight_decay=0.1)
-    done = 0
-
-    def step(model: nn.Module, batch: Tensor) -> None:
-        nonlocal done
-        if done % HESSIAN_EVERY == 0:
-            with optimizer._estimating("the comparison"):
-                for param, estimate in zip(model.parameters(), hessian(model, done), strict=True):
-                    param.grad = estimate
-        done += 1
-        loss_of(model, batch).backward()
-        note_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def their_sophia_h(model: nn.Module) -> Steps:
-    """It clips a quotient of another scale: ours is theirs divided by rho."""
-    rho = 0.02
-    optimizer = others.SophiaH(
-        model.parameters(), lr=1e-3 / rho, betas=(0.965, 0.99), p=rho, weight_decay=0.1 * rho, eps=1e-12 / rho,
-        update_period=10**9, foreach=False,
-    )  # fmt: skip
-    done = 0
-
-    def step(model: nn.Module, batch: Tensor) -> None:
-        nonlocal done
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        note_gradients(model)
-        optimizer.step(hessian=hessian(model, done) if done % HESSIAN_EVERY == 0 else None)
-        done += 1
-
-    return step
-
-
 def note_gradients(model: nn.Module) -> None:
     model.noted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -151,7 +105,6 @@ PAIRS = [
     Pair("Adan, no_prox", "pytorch_optimizer.Adan, decoupled",
          stepping(lambda p: optim.Adan(p, lr=1e-3, weight_decay=0.1, no_prox=True)),
          stepping(lambda p: others.Adan(p, lr=1e-3, weight_decay=0.1, weight_decouple=True, foreach=False))),
-    Pair("Sophia-H, given estimates", "pytorch_optimizer.SophiaH", sophia_h, their_sophia_h),
     Pair("LOMO", "pytorch_optimizer.LOMO",
          stepping(lambda p: optim.LOMO(p, lr=1e-2)), fused(lambda model: others.LOMO(model, lr=1e-2))),
     Pair("AdaLomo", "pytorch_optimizer.AdaLOMO",

@@ -477,7 +477,7 @@ def run_by(way: Way, plan: Plan) -> dict[str, Any]:
 def _command(way: Way, plan: Plan, tiers: list[Tier]) -> str:
     settings = way.settings
     by_block, in_program = plan.trace.micro_batches > 1, plan.problem.gradients == "transient"
-    if in_program or settings.layers is not None or not RULES[settings.optimizer].unattended:
+    if in_program or settings.layers is not None:
         return ""
     said = {
         "model_name_or_path": settings.config,

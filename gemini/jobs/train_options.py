@@ -29,9 +29,6 @@ def _opt(words: str, default: Any = None, **more: Any) -> Any:
     return field(default=default, metadata={"help": words, **more})
 
 
-_FOR_JOBS = tuple(name for name, rule in RULES.items() if rule.unattended)
-
-
 @dataclass
 class GeminiArguments:
     """Options that neither TRL nor the Trainer has."""
@@ -52,7 +49,7 @@ class GeminiArguments:
     states: str = _opt(
         "How states and masters are kept; compact is 8 bits, 5 bytes per param.", "exact", choices=STATES
     )
-    optimizer: str | None = _opt("The update rule, where --optim has no name for it.", choices=_FOR_JOBS)
+    optimizer: str | None = _opt("The update rule, where --optim has no name for it.", choices=tuple(RULES))
     tile_tokens: str | None = _opt(
         "Compute MLPs, norms and the output head with its loss so many tokens at a time; head=1024: the head alone; "
         "auto: where the step does not fit otherwise. (Default: a whole batch.)"
@@ -153,8 +150,8 @@ class Parser(Refusing, _TrlParser):
 
     def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
         values, rest = self.parse_known_args(args)
-        if values.optimizer not in (None, *_FOR_JOBS):  # argparse looks at choices of the command line, and not of YAML
-            self.error(f"--optimizer must be one of {', '.join(_FOR_JOBS)}, got {values.optimizer!r}")
+        if values.optimizer not in (None, *RULES):  # argparse looks at choices of the command line, and not of YAML
+            self.error(f"--optimizer must be one of {', '.join(RULES)}, got {values.optimizer!r}")
         for action in self._actions:
             action.default = SUPPRESS
         self.said |= vars(self.parse_known_args(args)[0])

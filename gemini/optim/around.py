@@ -186,9 +186,7 @@ class AveragedRule(UpdateRule):
         if callable(decay):
             decay = decay(step)
             _DECAY.check(decay, f"decay({step}) of {self!r}")
-        # Sophia's estimates are no steps of the weights.
-        stays = decay == 1 or group.get("estimates_hessian")
-        average = None if stays else _AVERAGE.scalars({"decay": float(decay), "fresh": 0.0}, step, 1.0)
+        average = None if decay == 1 else _AVERAGE.scalars({"decay": float(decay), "fresh": 0.0}, step, 1.0)
         return AveragedScalars(self.rule.scalars(group, step, grad_scale), average, step == 1)
 
     def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:

@@ -1,4 +1,4 @@
-"""Update rules that take one element after the other: SGD, Lion, Adan and both Sophias, beside Adam in gemini.rules.
+"""Update rules that take one element after the other: SGD, Lion and Adan, beside Adam in gemini.rules.
 
 ``update`` of each defines its bits, in torch lines; the native kernels (csrc/rules.h, one text for CPU and CUDA) leave
 the same.
@@ -7,12 +7,10 @@ the same.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from gemini.planning.rules import RULES
@@ -182,93 +180,3 @@ class AdanRule(ElementwiseRule):
         step = (m * s.neg_step + d * s.neg_step_diff) / (exact_sqrt(n) * s.inv_sqrt_bc3 + s.eps)
         master.mul_(s.decay).add_(step).mul_(s.shrink)
         before.copy_(g)
-
-
-# ---- Sophia ----------------------------------------------------------------------------------------------------------
-
-
-class _SophiaRule(ElementwiseRule):
-    """Momentum divided by what follows from an estimate of the diagonal of the Hessian."""
-
-    kernel: ClassVar[str]
-
-    @abstractmethod
-    def divisor(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The numbers that make a divisor of the estimate."""
-
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
-        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
-        if group["estimates_hessian"]:
-            return kernel_scalars(f"{self.kernel}_estimate", beta2=beta2, c2=1.0 - beta2, grad_scale=grad_scale)
-        decay = 1.0 - lr * float(group["weight_decay"])
-        more: dict[str, Any] = {**self.divisor(group), "decay": decay, "neg_lr": -lr, "grad_scale": grad_scale}
-        return kernel_scalars(self.kernel, beta1=beta1, c1=1.0 - beta1, **more)
-
-    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
-        s, m, h = scalars, states["exp_avg"], states["hessian"]
-        g = grad.float() * s.grad_scale
-        if s.kernel.endswith("_estimate"):
-            h.mul_(s.beta2).add_((g * s.c2) * g if s.kernel == "sophia_estimate" else g * s.c2)
-            return
-        m.mul_(s.beta1).add_(g * s.c1)
-        divisor = h * s.scale
-        r = m / (divisor + s.tiny if s.kernel == "sophia" else torch.where(divisor > s.least, divisor, s.least))
-        # No element moves by more than the learning rate; NaN stays.
-        r = torch.where(r > 1, 1.0, r)
-        r = torch.where(r < -1, -1.0, r)
-        master.mul_(s.decay).add_(r * s.neg_lr)
-
-
-@dataclass(frozen=True)
-class SophiaGRule(_SophiaRule):
-    """Sophia-G (Liu et al., 2023, arXiv:2305.14342): momentum divided by an estimate of the diagonal of the Hessian,
-    with each element of the step clipped at lr. Your program has to estimate the diagonal, about every tenth step, with
-    :meth:`gemini.optim.SophiaG.estimating_hessian`.
-    """
-
-    spec = RULES["sophia"].spec
-    hypers: ClassVar[Mapping[str, Hyper]] = {
-        "lr": Hyper(1e-4, "learning rate, the most that an element moves in a step."),
-        "betas": Hyper(
-            (0.965, 0.99), "decay rates of the average of gradients, and of the average of Hessian estimates."
-        ),
-        "rho": Hyper(
-            0.04,
-            "the step is divided by ``rho`` times the Hessian. With a smaller ``rho`` more elements are clipped.",
-            "positive",
-        ),
-        "weight_decay": Hyper(0.1, "decoupled weight decay."),
-        "bs": Hyper(5120, "the number of tokens of the batch from which the Hessian is estimated.", "positive"),
-        "estimates_hessian": Hyper(False),
-    }
-
-    kernel = "sophia"
-
-    def divisor(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return {"scale": float(group["rho"]) * float(group["bs"]), "tiny": 1e-15}
-
-
-@dataclass(frozen=True)
-class SophiaHRule(_SophiaRule):
-    """Sophia-H (Liu et al., 2023, arXiv:2305.14342): like Sophia-G, but with Hutchinson's estimate of the diagonal.
-    Your program makes it, about every tenth step, with :meth:`gemini.optim.SophiaH.estimate_hessian`.
-    """
-
-    spec = RULES["sophia-h"].spec
-    hypers: ClassVar[Mapping[str, Hyper]] = {
-        "lr": Hyper(1e-4, "learning rate: no element moves by more."),
-        "betas": Hyper((0.965, 0.99), "decay rates of the average of gradients, and of that of estimates."),
-        "rho": Hyper(
-            0.01,
-            "how much of the Hessian divides the step (gamma in the paper); smaller clips more elements.",
-            "positive",
-        ),
-        "eps": Hyper(1e-12, "the least divisor, also where the estimate is negative.", "positive"),
-        "weight_decay": Hyper(0.1, "decoupled weight decay."),
-        "estimates_hessian": Hyper(False),
-    }
-
-    kernel = "sophia_h"
-
-    def divisor(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return {"scale": float(group["rho"]), "least": float(group["eps"])}

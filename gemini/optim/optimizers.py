@@ -7,24 +7,17 @@ documentation of an optimizer are made of the hyperparameters of its rule; one t
 from __future__ import annotations
 
 import inspect
-import re
 import textwrap
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from hashlib import blake2b
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from gemini.errors import GeminiError
-from gemini.optim.elementwise import PlainSGDRule, SGDRule, SophiaGRule, SophiaHRule
+from gemini.optim.elementwise import PlainSGDRule, SGDRule
 from gemini.optim.matrices import MuonRule
 from gemini.planning.rules import RULES, rule_named
 from gemini.rules import Hyper, UpdateRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
-from gemini.train.params.handle import handle_of, params_of
 
 AdamW = HybridAdam
 
@@ -129,156 +122,3 @@ def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = MuonRule().grouped(model, [{"params": trained}])
     return [{**group, **adamw} if group["adamw"] else group for group in groups]
-
-
-class _Sophia(RuleOptimizer):
-    @contextmanager
-    def _estimating(self, call: str) -> Iterator[None]:
-        """Take updates inside as estimates. Raises GeminiError where gradients of a training step are there."""
-        for param in params_of(self):
-            handle = handle_of(param)
-            if param.grad is not None if handle is None else handle.has_grad:
-                raise GeminiError(
-                    f"{call}() begins while gradients of a training step are there, which would go into the "
-                    "estimate: call step() and zero_grad() before it"
-                )
-        for group in self.param_groups:
-            group["estimates_hessian"] = True
-        try:
-            yield
-            self.step()
-        finally:
-            for group in self.param_groups:
-                group["estimates_hessian"] = False
-            self.zero_grad()
-
-
-class HessianProbe:
-    """Hutchinson's estimate of the Hessian's diagonal, made of two backwards: products with a random vector.
-
-    The first backward is recorded (``create_graph``). Of every gradient only its product with the vector is kept, a
-    number that can be differentiated again, so that no gradients wait; the gradients of the sum of these numbers are
-    the Hessian times the vector, and arrive as those of any backward. The vector is drawn anew for each param, from a
-    normal distribution, out of the number of the estimate and that of the param: every rank and placement has the same.
-    """
-
-    def __init__(self, number: int, params: list[nn.Parameter]):
-        self._number = number
-        # By identity, in the order of the optimizer: all ranks draw the same vectors.
-        self._places = {id(param): place for place, param in enumerate(params)}
-        self._products: list[torch.Tensor] | None = []  # None when the second backward has begun
-
-    def take(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
-        """The part to keep of a gradient that has arrived: the estimate, in the second backward; else nothing."""
-        place = self._places.get(id(param))
-        if place is None:  # of a param of another optimizer
-            return None
-        vector = self.vector(place, grad)
-        if self._products is None:
-            return (grad.float() * vector).to(grad.dtype)
-        if grad.requires_grad:
-            # In fp32, and with its graph: the second backward goes through it.
-            self._products.append((grad.float() * vector).sum())
-        return None
-
-    def take_plain(self, params: list[nn.Parameter]) -> None:
-        """The same for params whose gradients stay with them."""
-        for param in params:
-            if param.grad is not None:
-                param.grad = self.take(param, param.grad)
-
-    def product(self) -> torch.Tensor:
-        """The gradient times the vector. What arrives from now on is the Hessian times the vector. Raises GeminiError
-        if the gradient of no param depends on any.
-        """
-        # From here on gradients are those of the second backward.
-        products, self._products = self._products, None
-        if not products:
-            raise GeminiError(
-                "no gradient of this loss depends on a param of this optimizer: its Hessian is zero. Give a loss that "
-                "the model has computed, with gradients enabled"
-            )
-        device = products[0].device
-        return torch.stack([product.to(device) for product in products]).sum()
-
-    def vector(self, place: int, like: torch.Tensor) -> torch.Tensor:
-        """The random vector for the param at ``place`` among those of the optimizer, in the shape of ``like``."""
-        seed = int.from_bytes(blake2b(f"{self._number} {place}".encode(), digest_size=8).digest(), "big")
-        # On the CPU: generators of devices give other numbers, and each kind its own.
-        generator = torch.Generator("cpu").manual_seed(seed)
-        return torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device)
-
-
-class SophiaG(_Sophia, rule=SophiaGRule()):
-    @contextmanager
-    def estimating_hessian(self) -> Iterator[None]:
-        """Gradients of this block go into the estimate of the Hessian, at its end; weights and momentum stay.
-
-        To be used about every tenth step, between steps, with the loss on labels that the model draws itself::
-
-            logits = model(input_ids=ids).logits.float()
-            labels = torch.distributions.Categorical(logits=logits).sample()
-            with optimizer.estimating_hessian():
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-
-        An estimate counts as an update of its params: "step" in their states is of both. Gradients are gone afterwards.
-
-        Raises:
-            GeminiError: where gradients of a training step are still there; and what :meth:`step` raises.
-        """
-        with self._estimating("estimating_hessian"):
-            yield
-
-
-class SophiaH(_Sophia, rule=SophiaHRule()):
-    def estimate_hessian(self, loss: torch.Tensor) -> None:
-        """Make an estimate of the Hessian of ``loss`` (a scalar) and average it in; weights and momentum stay.
-
-        To be called about every tenth step, between steps, with the loss of a batch, or of a part of one: it is
-        differentiated twice, which needs the room of another graph beside that of a step, and operations that torch
-        can differentiate twice (not its fast attention kernels: ``attn_implementation="eager"``)::
-
-            optimizer.estimate_hessian(model(input_ids=ids, labels=ids).loss)
-
-        An estimate counts as an update of its params: "step" in their states is of both. Params whose gradient depends
-        on no param keep theirs.
-
-        Raises:
-            GeminiError: where gradients of a training step are still there, in fp16, and for a loss that cannot be
-                differentiated twice (with context parallel, attention over gathered keys and values cannot); and what
-                :meth:`step` raises.
-        """
-        params = params_of(self)
-        owner = self.owner()
-        if owner is not None and owner.config.precision == "fp16":
-            raise GeminiError(
-                "estimate_hessian() differentiates twice, and no scale of fp16 fits both: use bf16 or fp32"
-            )
-        with self._estimating("estimate_hessian"):
-            # By the updates that params have had, which are in their states: it goes on from a checkpoint.
-            number = max((int(self.state[param].get("step", 0)) for param in params), default=0)
-            probe = HessianProbe(number, params)
-            if owner is not None:
-                owner.backward.probe = probe
-            try:
-                self._differentiate_twice(loss, probe, [param for param in params if handle_of(param) is None])
-            finally:
-                if owner is not None:
-                    owner.backward.probe = None
-
-    def _differentiate_twice(self, loss: torch.Tensor, probe: HessianProbe, plain: list[nn.Parameter]) -> None:
-        try:
-            with warnings.catch_warnings():  # of a cycle between params and gradients, which is not kept
-                warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
-                torch.autograd.backward(loss, create_graph=True)
-            probe.take_plain(plain)
-            probe.product().backward()
-            probe.take_plain(plain)
-        except RuntimeError as e:
-            if isinstance(e, GeminiError) or not re.search("derivative|differentiate twice", str(e)):
-                raise
-            raise GeminiError(
-                "estimate_hessian() differentiates the loss twice, which an operation of the model does not allow: "
-                "load the model with attn_implementation='eager', or write that operation with others. torch says: "
-                f"{e}"
-            ) from e

@@ -40,8 +40,6 @@ class RuleEntry(NamedTuple):
     """Which of its states are averages of squares, for compact states; None if it has no compact form."""
     in_transformers: str = ""
     """Its name in ``TrainingArguments(optim=)``, if that is not given by torch's class."""
-    unattended: bool = True
-    """Whether a loop that knows nothing of it can train with it."""
 
 
 def _spec(name: str, *states: str, needs: str = "elements") -> RuleSpec:
@@ -63,12 +61,6 @@ RULES = {
     ),
     "adan": RuleEntry(
         _spec("Adan", "exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad"), "AdanRule", _ELEMENTWISE, "Adan"
-    ),
-    "sophia": RuleEntry(
-        _spec("Sophia-G", "exp_avg", "hessian"), "SophiaGRule", _ELEMENTWISE, "SophiaG", unattended=False
-    ),
-    "sophia-h": RuleEntry(
-        _spec("Sophia-H", "exp_avg", "hessian"), "SophiaHRule", _ELEMENTWISE, "SophiaH", unattended=False
     ),
     "muon": RuleEntry(_spec("Muon", "exp_avg", "exp_avg_sq", needs="param"), "MuonRule", _MATRICES, "Muon"),
     "adalomo": RuleEntry(

@@ -194,7 +194,7 @@ def test_a_reward_model_that_reads_no_chats_is_refused(llama: Path, tmp_path: Pa
 
 
 @pytest.mark.sweep(every=3)
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.unattended])
+@pytest.mark.parametrize("name", RULES)
 def test_it_trains_by_every_rule_that_a_plan_can_be_made_for(name: str, train: Command, tmp_path: Path) -> None:
     """And goes on from a checkpoint with the same bits."""
     out, again, lr = tmp_path / "out", tmp_path / "again", 1e-3 if name in ("lion", "adan") else 1e-2

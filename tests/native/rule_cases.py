@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule, SophiaHRule
+from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule
 from gemini.optim.around import CompactRule, MovingAverage
 from gemini.rules import Arrays, Segment, UpdateRule, Where
 from tests import kernel_settings
@@ -43,10 +43,6 @@ EXACT: dict[str, Case] = {
     "adan": Case(AdanRule(), {"weight_decay": 0.1}),
     "first adan": Case(AdanRule(), {"weight_decay": 0.1}, 1),
     "adan, no prox": Case(AdanRule(), {"weight_decay": 0.1, "no_prox": True}),
-    "sophia": Case(SophiaGRule(), {"lr": 1e-3, "bs": 3.0}),
-    "sophia's estimate": Case(SophiaGRule(), {"estimates_hessian": True}),
-    "sophia-h": Case(SophiaHRule(), {"lr": 1e-3}),
-    "sophia-h's estimate": Case(SophiaHRule(), {"estimates_hessian": True}),
     "average": Case(MovingAverage(), {"decay": 0.99, "fresh": 0.0}),
     "first average": Case(MovingAverage(), {"decay": 0.99, "fresh": 1.0}),
 }
@@ -69,8 +65,7 @@ def arrays(rule: UpdateRule, n: int, is_split: bool, dtype: torch.dtype) -> Arra
     for number, spec in enumerate(rule.spec.planes):
         if spec.dtype == "float32":
             state = any_bits(n, 5 + number).clone()
-            is_square = spec.kind in ("exp_avg_sq", "hessian") and not isinstance(rule, SophiaHRule)
-            states[spec.kind] = state.abs() if is_square else state  # estimates of Sophia-H have signs
+            states[spec.kind] = state.abs() if spec.kind == "exp_avg_sq" else state
         else:
             low, high = (0, 254) if spec.block > 1 else (-127, 128) if spec.dtype == "int8" else (0, 256)
             codes = torch.randint(low, high, (spec.num_items(n),), generator=generator)

@@ -224,7 +224,7 @@ BY_ANOTHER: dict[str, tuple[Callable[[], None], str]] = {
     "scalars": (by_another((1.0, "lion")), "scalars of another rule"),
     "no rule": (by_another((1.0, "tiger")), "no rule is called tiger"),
     "no compact form": (
-        by_another(kernel_scalars("sophia", **dict.fromkeys("abcdefg", 0.0)), "adamw, compact"),
+        by_another(kernel_scalars("average", **dict.fromkeys("abc", 0.0)), "lion, compact"),
         "a rule without a compact form",
     ),
 }

@@ -14,7 +14,7 @@ import torch
 import gemini
 from gemini.planning import rules as spec_rules
 from tests.ranks.pool import Pools
-from tests.train import test_compact, test_optim
+from tests.train import test_compact
 from tests.train import test_update_rules as rules
 from tests.world import world_of
 
@@ -120,22 +120,6 @@ def refused(which: str, folder: Path) -> str:
 def test_a_rule_of_whole_params_is_refused_where_ranks_divide_one(pool_of: Pools, tmp_path: Path) -> None:
     for words in pool_of(2).run(refused, "normed", tmp_path):
         assert "would be divided among 2 ranks" in words and "gemini.optim" in words
-
-
-def run_sophia(folder: Path, precision: str) -> tuple[list[float], dict[str, Any]]:
-    model, optimizer = test_optim.sophia_h("on nvme", precision, folder)
-    losses = test_optim.train(model, optimizer, range(4))
-    return losses, {name: optimizer.full_state(name) for name, _ in model.named_parameters()}
-
-
-@pytest.mark.sweep(every=2)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_two_ranks_estimate_the_hessian_of_one_process(precision: str, pool_of: Pools, tmp_path: Path) -> None:
-    losses, states = run_sophia(tmp_path, precision)
-    for found, theirs in pool_of(2).run(run_sophia, tmp_path, precision):
-        assert found == losses
-        for name, state in states.items():
-            assert all(torch.equal(theirs[name][kind], value) for kind, value in state.items()), name
 
 
 def run_sums(folder: Path, mesh: tuple[int, ...] | None) -> tuple[list[float], dict[str, Any]]:

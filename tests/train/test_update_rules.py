@@ -28,8 +28,6 @@ from gemini.optim import (
     MuonRule,
     PlainSGDRule,
     SGDRule,
-    SophiaGRule,
-    SophiaHRule,
     adopt,
     muon_groups,
 )
@@ -111,8 +109,7 @@ class Normed(WithRate):
 
 RULES: dict[str, UpdateRule] = {"momentum": Momentum(), "coded": Coded(), "normed": Normed()}
 NAMED: dict[str, UpdateRule] = {
-    "sgd": SGDRule(), "plain sgd": PlainSGDRule(), "lion": LionRule(), "adan": AdanRule(), "sophia": SophiaGRule(),
-    "sophia-h": SophiaHRule(),
+    "sgd": SGDRule(), "plain sgd": PlainSGDRule(), "lion": LionRule(), "adan": AdanRule(),
     "muon": MuonRule(),
     "adalomo": AdaLomoRule(),
     "adopted": adopt(torch.optim.NAdam),
@@ -123,8 +120,6 @@ HYPERS: dict[type[UpdateRule], dict[str, Any]] = {
     PlainSGDRule: {"lr": 0.05, "weight_decay": 0.01},
     LionRule: {"lr": 1e-3, "weight_decay": 0.1},
     AdanRule: {"weight_decay": 0.1},
-    SophiaGRule: {"lr": 1e-3, "bs": 7.0},
-    SophiaHRule: {"lr": 1e-3},
     AdoptedRule: {"lr": 1e-2, "weight_decay": 0.1},
     MuonRule: {"lr": 1e-2, "adjust_lr": "match_rms_adamw"},
 }

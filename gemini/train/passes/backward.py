@@ -44,8 +44,6 @@ class BackwardPass:
         self._lock, self._calls, self._exposure = parts.lock, parts.calls, parts.exposure
         self._activations, self._updates = parts.activations, parts.updates
         self._by_names = parts.by_names
-        self.probe: Any = None
-        """What looks at gradients before they are kept (:class:`gemini.optim.optimizers.HessianProbe`)."""
         self._task = _NONE  # the backward, by autograd's number, that has begun last
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
@@ -175,9 +173,6 @@ class BackwardPass:
             grad, handle.param.grad = handle.param.grad, None
         if grad is None:
             return
-        if self.probe is not None and (grad := self.probe.take(handle.param, grad)) is None:
-            self._take(handle, None)
-            return
         if grad.dtype is not handle.view.dtype or grad.requires_grad or grad.layout is not torch.strided:
             refuse_grad(handle, grad)
         # An update in flight may still read the grad plane, so the short way is for backwards without any.
@@ -200,16 +195,13 @@ class BackwardPass:
                     self._manager.grads_complete(chunk)
 
     @own_work
-    def _take(self, handle: ParamHandle, grad: torch.Tensor | None) -> None:
-        """Take the first gradient of a backward, or one with which more is to be done than to keep it; None for one
-        that a probe has taken, which is only counted.
-        """
+    def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Take the first gradient of a backward, or one with which more is to be done than to keep it."""
         if self._task != _graph_task():
             self.be_alone()
         with self._lock:
             self.begin()
-            if grad is not None:
-                self._keep(handle, grad)
+            self._keep(handle, grad)
             chunk = handle.chunk
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:
@@ -217,8 +209,7 @@ class BackwardPass:
                 if chunk.window is not None:
                     # Nobody reads its weights again in this backward: its window is the first to go.
                     self._manager.grads_complete(chunk)
-                if grad is not None:
-                    self.sink.complete(chunk)
+                self.sink.complete(chunk)
 
     def _keep(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         if self.scaling.is_needed or scaling.are_any_scaled:
