@@ -79,9 +79,6 @@ class GeminiConfig:
         kept_blocks: of a model that checkpoints, how many of its blocks keep their activations in place of computing
             them again: evenly spread, the last one among them. With ``offload_activations`` they wait there as the
             inputs of the other blocks do. Results have the same bits. By default as in the plan or ``trace``, else 0.
-        context_attention: how attention is divided over the mesh dimension ``cp``. "ulysses": each rank computes some
-            of the heads. "gathered": each rank gathers all keys and values. "auto": "ulysses" where ``cp`` divides the
-            number of heads.
         eviction: who goes when memory for weights is short. "auto": what makes the moves of a step cost least.
             "next_use", or an object of your own with the method of
             :class:`~gemini.planning.policy.EvictionPolicy`: the moves of a step are those that it makes on demand.
@@ -108,7 +105,6 @@ class GeminiConfig:
     states: str = "exact"
     tile_tokens: int | str | None = None
     kept_blocks: int | None = None
-    context_attention: str = "auto"
     keep_fp32: Any = "auto"
     eviction: str | EvictionPolicy = "auto"
 
@@ -189,7 +185,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision": (None, *PRECISIONS),
     "gradients": GRADIENTS,
     "reduce_dtype": (None, *PRECISIONS),
-    "context_attention": ("auto", "ulysses", "gathered"),
     "offload_activations": (None, *OFFLOAD_TO, "auto"),
     "eviction": ("auto", *POLICIES),
 }

@@ -125,8 +125,6 @@ class GeminiAccelerator(Accelerator):
         parallel = self._gemini_parallel = parallel_of(parallelism, self.num_processes, self.device.type)
         if parallel.mesh is not None:
             self.state.device_mesh = parallel.mesh  # by which accelerate's data loaders divide samples
-        if parallel.attention is not None:
-            config = replace(config or GeminiConfig(), context_attention=parallel.attention)
         if self._sharing > 1:
             self._let_ranks_read()
         self._gemini_config, self._gemini_flag = config, flag

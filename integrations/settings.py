@@ -112,11 +112,9 @@ class Parallel(NamedTuple):
 
     Attributes:
         mesh: its dims by accelerate's names, which Gemini knows too; None if it asks for nothing.
-        attention: for ``GeminiConfig(context_attention=)``; None leaves the choice to that.
     """
 
     mesh: DeviceMesh | None = None
-    attention: str | None = None
 
     def size_of(self, dim: str) -> int:
         """Ranks along one of the dims; 1 where there is no such dim."""
@@ -151,4 +149,4 @@ def parallel_of(config: Any, num_processes: int, device_type: str) -> Parallel:
         )
     kept = {name: size for name, size in dims.items() if size > 1}
     mesh = init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-    return Parallel(mesh, "ulysses" if config.sp_size > 1 else None)
+    return Parallel(mesh)

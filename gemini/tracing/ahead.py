@@ -138,7 +138,6 @@ def trace(
     loss: Callable[[Any], torch.Tensor] | None = None,
     tile_tokens: int | str | None = None,
     context_parallel: int = 1,
-    context_attention: str = "auto",
     tensor_parallel: int = 1,
     keep_fp32: KeepFp32 = "auto",
     kept_blocks: int = 0,
@@ -162,8 +161,7 @@ def trace(
             in tiles, of a size that follows from the batch and the widths of the output head (``tiled`` of the trace;
             with a warning none where that cannot be), and the planner chooses.
         context_parallel: ranks that share each sequence, the size of ``cp`` in their mesh. The batch is the whole one,
-            the trace is of the last rank, which under ``context_attention="gathered"`` holds most.
-        context_attention: as in :class:`gemini.GeminiConfig`.
+            the trace is of the last rank.
         tensor_parallel: ranks that have slices of each layer, the size of ``tp`` in their mesh. The trace is of the
             first one, and its params are slices.
         keep_fp32, kept_blocks: as in :class:`gemini.GeminiConfig`.
@@ -182,7 +180,7 @@ def trace(
     """
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
-    over = (context_parallel, context_attention, tensor_parallel)
+    over = (context_parallel, tensor_parallel)
     how = (checkpointing, model_class, loss, keep_fp32, over, kept_blocks, kernels)
     if kernels is not None and (tile_tokens is not None or tensor_parallel > 1 or context_parallel > 1):
         raise ValueError(f"kernels={kernels!r} are traced of whole layers without tiles: leave one of them out")
@@ -217,7 +215,7 @@ class _FakeStep(NamedTuple):
     model_class: Any
     loss: Callable[[Any], torch.Tensor] | None
     keep_fp32: KeepFp32
-    over: tuple[int, str, int]  # ranks with parts of each sequence, how these attend, ranks with slices of layers
+    over: tuple[int, int]  # ranks with parts of each sequence, ranks with slices of layers
     kept_blocks: int
     kernels: str | None
 
@@ -242,7 +240,7 @@ class _FakeStep(NamedTuple):
     @contextmanager
     def prepared(self) -> Iterator[_Prepared]:
         """Make the fake model that this rank has, and its part of the batch."""
-        model, mode, (number, _, slices) = self.model, FakeTensorMode(allow_non_fake_inputs=True), self.over
+        model, mode, (number, slices) = self.model, FakeTensorMode(allow_non_fake_inputs=True), self.over
         with generators_kept(), nothing_collected(), mode:
             fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, self.model_class)
             if not isinstance(self.batch, Mapping):
@@ -273,14 +271,14 @@ class _FakeStep(NamedTuple):
     def traced(self, prepared: _Prepared, tiles: int | str | None) -> MemoryTrace:
         """Run it, in ``tiles``."""
         fake, inputs, kept, mode, sent = prepared
-        number, attention, slices = self.over
+        number, slices = self.over
         blocks = KeptBlocks(fake, self.kept_blocks) if self.kept_blocks else None
         if blocks is not None:
             blocks.keep(fake)
         if tiles is not None:
             token_tiles.tile_tokens(fake, tiles)
         if number > 1:
-            ContextParallel(fake, ImaginedExchange(number, sent), attention, slices).put()
+            ContextParallel(fake, ImaginedExchange(number, sent), slices).put()
         if self.precision != "fp32":
             inputs = cast_floats(inputs, COMPUTE_DTYPES[self.precision], but=TARGETS)
             cast_where_they_meet(fake, kept, COMPUTE_DTYPES[self.precision], [])

@@ -5,12 +5,10 @@ keys and values inside attention; one without computes whole sequences as ever, 
 ``generate``: with gradients it is refused. Models can do it in which attention alone looks at other tokens, and asks
 transformers for it by name; all others are refused by the name of what stands in the way.
 
-Attention goes around the kernel that the user has chosen, in one of two ways. *Ulysses*: an all-to-all makes of a part
-of the tokens of all heads all tokens of a part of the heads, the kernel computes as ever, another one takes its result
-back; a rank has each head whole, and all ranks have the same to do. *Gathered*: keys and values of the whole sequence
-are gathered, and a rank computes the rows of its own queries; any number of heads will do, and the last rank of a
-causal model has most to do. transformers asks for an attention by its name. One is registered for each kernel
-("gemini_context_sdpa"), which finds out by the module that calls it whose it is.
+Attention goes around the kernel that the user has chosen, as in *Ulysses*: an all-to-all makes of a part of the tokens
+of all heads all tokens of a part of the heads, the kernel computes as ever, another one takes its result back; a rank
+has each head whole, and all ranks have the same to do. transformers asks for an attention by its name. One is
+registered for each kernel ("gemini_context_sdpa"), which finds out by the module that calls it whose it is.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from gemini.errors import GeminiError, RankMismatch
 from gemini.patches import Overrides, replaced
 from gemini.ranks.agree import Facts, agree, checksum_of
 from gemini.ranks.group import place_in, size_of
-from gemini.ranks.wire import Tag, Wire, add_up
+from gemini.ranks.wire import Tag, Wire
 from gemini.train.modules.reading import is_compiled
 
 MARK = "sequence_part"
@@ -166,11 +164,6 @@ class Exchange:
         each = [1] * self.size
         return self._wire.all_to_all(Tag.CONTEXT, parts, each, each, _WHAT)
 
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """``own`` of every rank, stacked."""
-        self._meet()
-        return self._wire.swap(Tag.CONTEXT, own, _WHAT)
-
     def compare(self, facts: Facts, refusal: Exception | None) -> None:
         """See that ranks are about to compute parts of one batch: as :func:`gemini.ranks.agree.agree`."""
         self._meet()
@@ -188,10 +181,6 @@ class ImaginedExchange(Exchange):
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
         self._sent["cp"] += parts.nbytes * (self.size - 1) // self.size
         return torch.empty_like(parts.contiguous())
-
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        self._sent["cp"] += own.nbytes * (self.size - 1)
-        return own.new_empty((self.size, *own.shape))
 
     def compare(self, facts: Facts, refusal: Exception | None) -> None:
         """Let the others have the same."""
@@ -220,27 +209,7 @@ class _ExchangeDims(torch.autograd.Function):
         return None, None, None, *_ExchangeDims.apply(exchange, join, split, *grads)
 
 
-class _Gather(torch.autograd.Function):
-    """The parts of all ranks along ``dim``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, dim: int) -> torch.Tensor:
-        ctx.how = exchange, dim
-        return torch.cat(exchange.all_gather(x).unbind(), dim)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        exchange, dim = ctx.how
-        received = exchange.all_to_all(torch.stack(grads[0].chunk(exchange.size, dim)))
-        # In fp32 and in the order of ranks, whatever arrived first: the same bits in every run.
-        total = torch.empty_like(received[0], dtype=torch.float32)
-        add_up(received.unbind(), total)
-        return total.to(received.dtype), None, None
-
-
 PREFIX = "gemini_context_"
-ULYSSES, GATHERED = "ulysses", "gathered"
 
 # transformers knows an attention by its name alone, and calls it with the module: that says whose it is.
 _attending: weakref.WeakKeyDictionary[nn.Module, Attend] = weakref.WeakKeyDictionary()
@@ -264,10 +233,10 @@ def register(kernel: str) -> str:
 
 
 class Attend:
-    """The attention of one model: ``kernel`` as transformers calls it, ``kind`` as in :class:`gemini.GeminiConfig`."""
+    """The attention of one model: ``kernel`` as transformers calls it."""
 
-    def __init__(self, exchange: Exchange, kernel: str, kind: str):
-        self._exchange, self._kernel, self._kind = exchange, kernel, kind
+    def __init__(self, exchange: Exchange, kernel: str):
+        self._exchange, self._kernel = exchange, kernel
         self.in_forward = False
         """Whether the model computes a part of a sequence now."""
         self.num_calls = 0
@@ -297,22 +266,26 @@ class Attend:
             how.pop(name, None)
         causal = how.pop("is_causal", None)
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
-        way = self._ulysses if self.kind_for(query.shape[1]) == ULYSSES else self._gathered
-        return way(module, causal, how, query, key, value), None
+        self.check_heads(query.shape[1])
+        return self._by_heads(module, causal, how, query, key, value), None
 
-    def kind_for(self, heads: int) -> str:
-        """Choose the kind that divides so many query heads. Raises GeminiError if Ulysses was asked for and cannot."""
-        if self._kind == "auto":
-            return ULYSSES if heads % self._exchange.size == 0 else GATHERED
-        if self._kind == ULYSSES and heads % self._exchange.size:
+    def check_heads(self, heads: int) -> None:
+        """See that so many query heads can be divided among the ranks. Raises GeminiError."""
+        if heads % self._exchange.size:
             raise GeminiError(
-                f'context_attention="ulysses" divides {heads} heads among cp={self._exchange.size} ranks, and they '
-                'must divide evenly. Leave it "auto", or set "gathered", for any number of heads'
+                f"context parallel divides the {heads} heads of attention among cp={self._exchange.size} ranks, and "
+                "they must divide evenly: use a mesh whose cp divides them"
             )
-        return self._kind
 
-    def _ulysses(self, module: nn.Module, causal: bool, how: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
-        query, key, value = qkv
+    def _by_heads(
+        self,
+        module: nn.Module,
+        causal: bool,
+        how: dict[str, Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
         size, heads, groups = self._exchange.size, key.shape[1], query.shape[1] // key.shape[1]
         # As few copies as will do: keys travel that often.
         times = next(t for t in range(1, groups + 1) if groups % t == 0 and heads * t % size == 0)
@@ -321,43 +294,22 @@ class Attend:
         query, key, value = _ExchangeDims.apply(self._exchange, 1, 2, query, key, value)
         # Kernels of transformers repeat keys by this attribute, which counts the heads of the whole model.
         with replaced(module, "num_key_value_groups", query.shape[1] // key.shape[1]):
-            out = self._compute(module, causal, how, query, key, value)
+            # Of a causal model the last query sees all keys, and each one before it one fewer.
+            mask = self._causal_mask(query) if causal and self._kernel == "eager" else None
+            kernel = kernel_of(module, self._kernel)
+            out = kernel(module, query, key, value, mask, is_causal=causal, **how)[0]
         (out,) = _ExchangeDims.apply(self._exchange, 1, 2, out)
         return out
 
-    def _gathered(self, module: nn.Module, causal: bool, how: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
-        query, key, value = qkv
-        tokens, width = query.shape[2], key.shape[-1]
-        # Together, so that keys and values are one message.
-        both = _Gather.apply(torch.cat((key, value), -1), self._exchange, 2)
-        if causal:
-            # What comes after this part is seen by none of its tokens: the kernel need not mask it.
-            both = both[:, :, : (self._exchange.rank + 1) * tokens]
-        return self._compute(module, causal, how, query, both[..., :width], both[..., width:])
-
-    def _compute(self, module: nn.Module, causal: bool, how: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
-        """Call the kernel. Of a causal model the last query sees all keys, and each one before it one fewer."""
-        mask, (query, key, _) = None, qkv
-        if causal and self._kernel == "eager":
-            mask = self._mask(query, key, additive=True)
-        elif causal and self._kernel == "sdpa" and query.shape[2] < key.shape[2]:
-            mask = self._mask(query, key, additive=False)
-        return kernel_of(module, self._kernel)(module, *qkv, mask, is_causal=causal, **how)[0]
-
-    def _mask(self, query: torch.Tensor, key: torch.Tensor, *, additive: bool) -> torch.Tensor:
-        rows, columns = query.shape[2], key.shape[2]
-        if query.is_cuda and not additive:  # kernels of a GPU know this one without its values
-            from torch.nn.attention.bias import causal_lower_right
-
-            return causal_lower_right(rows, columns)
-        sought = (rows, columns, query.device, query.dtype if additive else torch.bool)
+    def _causal_mask(self, query: torch.Tensor) -> torch.Tensor:
+        """What is added to the scores of an eager attention: the least number where a key comes after the query."""
+        tokens, dtype = query.shape[2], query.dtype
+        sought = (tokens, query.device, dtype)
         if sought not in self._masks:
             # Layers in turn ask for the same one; of the sizes before it nobody asks again.
             self._masks.clear()
-            sees = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)[None, None]
-            if additive:
-                sees = torch.zeros_like(sees, dtype=query.dtype).masked_fill_(~sees, torch.finfo(query.dtype).min)
-            self._masks[sought] = sees
+            sees = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()[None, None]
+            self._masks[sought] = torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)
         return self._masks[sought]
 
     def _refuse_what_is_not_divided(self, module: nn.Module, mask: Any, how: dict[str, Any]) -> None:
@@ -463,14 +415,14 @@ class ContextParallel(Overrides):
     why the model cannot compute parts; nothing was changed.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, kind: str, slices: int = 1):
+    def __init__(self, model: nn.Module, exchange: Exchange, slices: int = 1):
         super().__init__()
         self._model, self._exchange = transformer_in(model), exchange
         self._kernel = self._model.config._attn_implementation
-        self._attend = Attend(exchange, self._kernel, kind)
+        self._attend = Attend(exchange, self._kernel)
         heads = getattr(self._model.config, "num_attention_heads", None)
         if isinstance(heads, int):
-            self._attend.kind_for(heads // slices)
+            self._attend.check_heads(heads // slices)
         configs = {id(m.config): m.config for m in self._model.modules() if hasattr(m, "config")}.values()
         self._configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
 

@@ -279,6 +279,6 @@ def _divide_sequences(model: nn.Module, engine: Engine, changes: Changes) -> Non
 
     ranks = engine.ranks
     slices = 1 if ranks.parts.size == 1 else ranks.same_batch.size
-    divided = ContextParallel(model, Exchange(ranks.context, meet), engine.config.context_attention, slices)
+    divided = ContextParallel(model, Exchange(ranks.context, meet), slices)
     changes.append(_to_call(divided.take_away))
     divided.put()

@@ -59,7 +59,6 @@ class Case:
 
     family: str = "llama"
     cp: int = 2
-    kind: str = "auto"
     attention: str = "sdpa"
     checkpointing: bool = False
     nvme: str = ""
@@ -77,6 +76,11 @@ class Result:
     norm: float = 0.0
     evaluated: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)
+
+
+def divides(cp: int, family: str) -> bool:
+    """Whether so many ranks can divide the heads of attention."""
+    return (6 if family == "odd_heads" else 8) % cp == 0
 
 
 def make(case: Case) -> nn.Module:
@@ -117,7 +121,7 @@ def step(case: Case, wrong: str = "") -> Result:
     how = {"nvme_path": case.nvme} if case.nvme else {}
     config = gemini.GeminiConfig(
         precision="fp32", device=case.device, memory=gemini.MemoryBudget(cpu="128MiB", **how), max_chunk=8000,
-        context_attention=case.kind, tile_tokens=case.tile_tokens,
+        tile_tokens=case.tile_tokens,
         placement=gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0) if case.nvme else "auto",
     )  # fmt: skip
     model: Any = gemini.GeminiDDP(make(case), config, mesh=mesh)

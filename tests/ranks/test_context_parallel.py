@@ -1,4 +1,4 @@
-"""Context parallel: the loss and gradients of one process, whatever the kind, the model and where chunks live."""
+"""Context parallel: the loss and gradients of one process, whatever the model and where chunks live."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gemini
 from gemini.ranks.agree import Point, Request, choose
 from gemini.train.context import part_of
-from tests.ranks.context_cases import FAMILIES, Case, Result, alone, batch, differences, make, step
+from tests.ranks.context_cases import FAMILIES, Case, Result, alone, batch, differences, divides, make, step
 from tests.ranks.pool import Pools, failures
 
 
@@ -30,13 +30,11 @@ def assert_as_one_process(found: list[Result], case: Case, world: int) -> None:
 @pytest.mark.sweep(every=4)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("where", ["ram", "disk"])
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("kind", ["auto", "gathered"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "cp"), [(name, cp) for name in FAMILIES for cp in (2, 4) if divides(cp, name)])
 def test_parts_of_sequences_give_the_gradients_of_one_process(
-    family: str, kind: str, cp: int, where: str, checkpointing: bool, pool_of: Pools, tmp_path: Path
+    family: str, cp: int, where: str, checkpointing: bool, pool_of: Pools, tmp_path: Path
 ) -> None:
-    case = Case(family, cp, kind, checkpointing=checkpointing, nvme=str(tmp_path) if where == "disk" else "")
+    case = Case(family, cp, checkpointing=checkpointing, nvme=str(tmp_path) if where == "disk" else "")
     found = pool_of(4).run(step, case)
     assert_as_one_process(found, case, 4)
     with torch.no_grad():
@@ -47,16 +45,14 @@ def test_parts_of_sequences_give_the_gradients_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["auto", "gathered"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_eight_ranks(family: str, kind: str, checkpointing: bool, pool_of: Pools, tmp_path: Path) -> None:
-    case = Case(family, 8, kind, checkpointing=checkpointing, nvme=str(tmp_path) if checkpointing else "")
+@pytest.mark.parametrize("family", [name for name in FAMILIES if divides(8, name)])
+def test_eight_ranks(family: str, checkpointing: bool, pool_of: Pools, tmp_path: Path) -> None:
+    case = Case(family, 8, checkpointing=checkpointing, nvme=str(tmp_path) if checkpointing else "")
     assert_as_one_process(pool_of(8).run(step, case), case, 8)
 
 
-@pytest.mark.parametrize("kind", ["auto", "gathered"])
-def test_the_bits_are_the_same_wherever_chunks_live(kind: str, pool_of: Pools, tmp_path: Path) -> None:
-    case = Case(kind=kind)
+def test_the_bits_are_the_same_wherever_chunks_live(pool_of: Pools, tmp_path: Path) -> None:
+    case = Case()
     here, there = (pool_of(2).run(step, c)[0] for c in (case, replace(case, nvme=str(tmp_path), checkpointing=True)))
     assert here.loss == there.loss
     assert all(torch.equal(grad, there.grads[name]) for name, grad in here.grads.items())
@@ -64,7 +60,7 @@ def test_the_bits_are_the_same_wherever_chunks_live(kind: str, pool_of: Pools, t
 
 def test_eager_attention_and_tiles_of_tokens(pool_of: Pools) -> None:
     """The head is computed in tiles inside of each part."""
-    case = Case("odd_heads", 2, "gathered", attention="eager", tile_tokens=16)
+    case = Case("odd_heads", 2, attention="eager", tile_tokens=16)
     assert_as_one_process(pool_of(2).run(step, case), case, 2)
 
 
@@ -179,7 +175,6 @@ def recorded(case: Case) -> int:
     mesh = init_device_mesh("cpu", (case.cp,), mesh_dim_names=("cp",))
     config = gemini.GeminiConfig(
         precision="fp32", device="standin", memory=gemini.MemoryBudget(gpu="64MiB", cpu="128MiB"),
-        context_attention=case.kind,
     )  # fmt: skip
     model: Any = gemini.GeminiDDP(make(case), config, mesh=mesh)
     part = gemini.sequence_batch(batch(case), mesh)
@@ -190,19 +185,14 @@ def recorded(case: Case) -> int:
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("kind", ["auto", "gathered"])
-def test_a_trace_of_a_part_has_the_bytes_of_a_rank(
-    family: str, kind: str, pool_of: Pools, summary: Callable[[str], None]
-) -> None:
-    case = Case(family, 4, kind, tokens=96)
+def test_a_trace_of_a_part_has_the_bytes_of_a_rank(family: str, pool_of: Pools, summary: Callable[[str], None]) -> None:
+    case = Case(family, 4, tokens=96)
     found = pool_of(4).run(recorded, case)
-    ahead = gemini.trace(
-        make(case), batch(case), precision="fp32", target="cpu", context_parallel=4, context_attention=kind
-    )
+    ahead = gemini.trace(make(case), batch(case), precision="fp32", target="cpu", context_parallel=4)
     whole = gemini.trace(make(case), batch(case), precision="fp32", target="cpu")
     assert ahead.peak_bytes == max(found) and ahead.context_parallel == 4 and ahead.tokens == whole.tokens // 4
     assert gemini.MemoryTrace.from_json(ahead.to_json()) == ahead and "one of 4 parts" in str(ahead)
-    summary(f"{family}, {kind}, cp 4: {ahead.peak_bytes / whole.peak_bytes:.3f} of a whole sequence's activations")
+    summary(f"{family}, cp 4: {ahead.peak_bytes / whole.peak_bytes:.3f} of a whole sequence's activations")
 
 
 def wrong_trace(context_parallel: int) -> None:

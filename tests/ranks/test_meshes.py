@@ -246,7 +246,7 @@ MESHES: tuple[dict[str, int], ...] = (
 def trained(sizes: dict[str, int], case: Case, where: str, folder: str, seed: int) -> Result:
     """A step of a rank, while messages are late by chance (``seed``)."""
     mesh, model = mesh_of(sizes), make(case)
-    config = config_for(where, folder, max_chunk=8000, context_attention=case.kind)
+    config = config_for(where, folder, max_chunk=8000)
     whole = batch(case, gemini.data_rank(mesh).rank)
     with delayed(seed):
         if "pp" in sizes:
@@ -283,24 +283,23 @@ def alone(sizes: dict[str, int], case: Case) -> Result:
 
 
 CASES = [
-    *((sizes, ("llama", "gpt2")[number % 2], "ulysses") for number, sizes in enumerate(MESHES)),
-    *((sizes, ("gpt2", "llama")[number % 2], "gathered") for number, sizes in enumerate(MESHES)),
-    *((sizes, "odd_heads", "gathered") for sizes in MESHES if "tp" not in sizes),
+    *((sizes, family) for sizes in MESHES for family in ("llama", "gpt2")),
+    *((sizes, "odd_heads") for sizes in MESHES if "tp" not in sizes),
 ]
-"""Every two of a mesh, a family and a kind. Of those of eight ranks, stages are slow."""
+"""Every two of a mesh and a family. Of those of eight ranks, stages are slow."""
 
 
 @pytest.mark.sweep(every=8)
 @pytest.mark.parametrize(("where", "checkpointing"), [("ram", False), ("disk", False), ("disk", True)])
 @pytest.mark.parametrize(
-    ("sizes", "family", "kind"),
+    ("sizes", "family"),
     [pytest.param(*case, marks=[pytest.mark.slow] * ("pp" in case[0] and len(case[0]) > 2)) for case in CASES],
     ids=str,
 )
 def test_any_mesh_computes_what_one_process_does(
-    sizes: dict[str, int], family: str, kind: str, where: str, checkpointing: bool, pool_of: Pools, tmp_path: Path
+    sizes: dict[str, int], family: str, where: str, checkpointing: bool, pool_of: Pools, tmp_path: Path
 ) -> None:
-    case = Case(family, kind=kind, checkpointing=checkpointing)
+    case = Case(family, checkpointing=checkpointing)
     found = pool_of(math.prod(sizes.values())).run(trained, sizes, case, where, str(tmp_path), 1)
     wanted = alone(sizes, case)
     names: set[str] = set()

@@ -84,21 +84,20 @@ def test_what_looks_along_the_sequence_is_refused_by_name(name: str) -> None:
 
 
 def test_heads_that_cannot_be_divided() -> None:
-    with pytest.raises(GeminiError, match=r"divides 4 heads among cp=8 ranks, .* or set .gathered"):
-        ContextParallel(llama(), ImaginedExchange(8, Counter()), "ulysses").put()
-    ContextParallel(llama(), ImaginedExchange(8, Counter()), "auto").put()
+    with pytest.raises(GeminiError, match=r"divides the 4 heads of attention among cp=8 ranks, .* a mesh whose cp"):
+        ContextParallel(llama(), ImaginedExchange(8, Counter()))
 
 
 def test_an_interrupt_before_anything_was_put_leaves_the_forward_of_another_library() -> None:
     model: Any = llama()
     model.forward = theirs = model.forward
-    ContextParallel(model, ImaginedExchange(2, Counter()), "auto").take_away()
+    ContextParallel(model, ImaginedExchange(2, Counter())).take_away()
     assert model.__dict__["forward"] is theirs
 
 
 def test_a_part_of_the_model_alone_and_models_that_borrow_its_config() -> None:
     model: Any = llama()
-    ContextParallel(model, ImaginedExchange(2, Counter()), "auto").put()
+    ContextParallel(model, ImaginedExchange(2, Counter())).put()
     ids = torch.ones(1, 4, dtype=torch.int64)
     with torch.no_grad(), pytest.raises(GeminiError, match="a part of a model under context parallel was called by"):
         model.model(ids)
@@ -115,7 +114,7 @@ def test_a_part_of_the_model_alone_and_models_that_borrow_its_config() -> None:
 def test_attention_that_is_told_more_than_parts_know(name: str) -> None:
     x = torch.ones(1, 4, 2, 8)
     with pytest.raises(GeminiError, match="which context parallel does not divide"):
-        Attend(ImaginedExchange(2, Counter()), "sdpa", "auto")(nn.Linear(1, 1), x, x, x, None, **{name: torch.ones(1)})
+        Attend(ImaginedExchange(2, Counter()), "sdpa")(nn.Linear(1, 1), x, x, x, None, **{name: torch.ones(1)})
 
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
