@@ -25,7 +25,7 @@ def made(folder: Path, durable: bool, layers: int) -> tuple[Any, Any]:
     config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement)
     model = gemini.GeminiDDP(square_layers(layers, 1024), config)
     # Guesses begin by themselves on a store, and gain more than it costs.
-    return model, gemini.HybridAdam(model.parameters(), lr=1e-3, speculate=False)
+    return model, gemini.HybridAdam(model.parameters(), lr=1e-3)
 
 
 def written() -> int:

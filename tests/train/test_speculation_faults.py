@@ -30,7 +30,6 @@ from tests.train.guesses import (
     guess_always,
     guessing,
     let_guesses_end,
-    model_of,
     plainly,
     train,
 )
@@ -458,58 +457,6 @@ def test_every_image_of_a_crash_opens_at_a_commit(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(GuessRecord, "pays", True)
     assert test_durable.images(tmp_path, 16) == []
     assert guesses
-
-
-# ---- by itself -------------------------------------------------------------------------------------------------------
-
-
-def waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every step waited for updates half of its time."""
-    note = GuessRecord.note_step
-    monkeypatch.setattr(
-        GuessRecord, "note_step", lambda self, *, is_plain, waiting: note(self, is_plain=is_plain, waiting=0.5)
-    )
-
-
-@pytest.mark.parametrize(
-    ("how", "clip", "waiting", "guesses"),
-    [
-        ({}, NEVER, True, True),
-        ({}, NEVER, False, False),
-        ({}, ALWAYS, True, False),
-        ({"speculate": False}, NEVER, True, False),
-    ],
-)
-def test_an_optimizer_begins_to_guess_when_eight_steps_say_that_it_pays(
-    how: dict[str, bool], clip: float, waiting: bool, guesses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Most of them clipped nothing, and waited for updates. A pickled optimizer begins anew."""
-    if waiting:
-        waits(monkeypatch)
-    else:
-        monkeypatch.setattr("gemini.train.update.guess._WAITING", 2.0)
-    model, plain = model_of(tmp_path), Plain(Blocks())
-    optimizer = adam(model, **how)
-    for number in range(11):
-        train(model, optimizer, number, clip, tmp_path)
-        train_plain(plain, [number], squares, clip=clip)
-        assert number > 8 or counts(model) == (0, 0)
-    assert_same_state(model, plain)
-    assert counts(model) == ((6, 0) if guesses else (0, 0))
-    assert optimizer.speculate is guesses and not optimizer.__getstate__()["speculate"]
-    train(model, optimizer, 11, ALWAYS)
-    train_plain(plain, [11], squares, clip=ALWAYS)
-    assert_same_state(model, plain)
-    world_of(model).close()
-
-
-def test_in_memory_nothing_is_guessed_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits(monkeypatch)
-    model = model_of(tmp_path, "memory")
-    optimizer = adam(model)
-    for number in range(10):
-        train(model, optimizer, number, NEVER)
-    assert counts(model) == (0, 0) and not optimizer.speculate
 
 
 def test_what_is_wrong_again_and_again_is_tried_ever_less() -> None:

@@ -25,7 +25,7 @@ from gemini.train.params.handle import give_to, handle_of, optimizer_of, origina
 
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 """What the new class does in another way."""
-_ADDED = {"rule", "step_in_backward", "speculate", "may_guess", "_is_made", "_backward_checked"}
+_ADDED = {"rule", "step_in_backward", "speculate", "_is_made", "_backward_checked"}
 """What an optimizer of ours has on itself beside what every one of torch has."""
 
 _OF_BEFORE = (

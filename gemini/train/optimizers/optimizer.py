@@ -61,9 +61,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             always have the bits of ``step_in_backward=False``, and gradients may be clipped and read as without it.
             Needs gradients that are kept. Guesses are made for chunks that the CPU updates, if most of the last steps
             were not clipped, and if either the states are in a durable store (``MemoryBudget(durable=True)``) or memory
-            has room for the old values. ``model.memory_report()`` counts the updates that were kept and undone. By
-            default (None), without ``step_in_backward`` and on a durable store, guessing starts when most of the last
-            eight steps clipped nothing and waited for updates. False: never.
+            has room for the old values. ``model.memory_report()`` counts the updates that were kept and undone.
         hypers: hyperparameters of the rule, the defaults of all groups.
 
     Raises:
@@ -83,7 +81,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         rule: UpdateRule,
         *,
         step_in_backward: bool = False,
-        speculate: bool | None = None,
+        speculate: bool = False,
         **hypers: Any,
     ):
         if not isinstance(rule, UpdateRule):
@@ -99,13 +97,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)  # not that of a class which this one is in place of
         self._end_of_making(params_of(self))
 
-    def _update(self, step_in_backward: bool, speculate: bool | None) -> None:
+    def _update(self, step_in_backward: bool, speculate: bool) -> None:
         """Set when updates are made: inside backward or in the step, as guesses or not."""
         if speculate and not step_in_backward:
             raise ValueError("speculate=True needs step_in_backward=True: it is about updates inside backward")
-        self.step_in_backward, self.speculate = step_in_backward, bool(speculate)
-        # The caller left the choice: guessing begins by itself where that has paid.
-        self.may_guess = speculate is None and not step_in_backward
+        self.step_in_backward, self.speculate = step_in_backward, speculate
         self._is_made = False
 
     def _take_over(
@@ -115,7 +111,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         ValueError or TypeError or GeminiError as for a new one. Attributes were set, and params taken over.
         """
         self.rule = rule
-        self._update(step_in_backward, None)
+        self._update(step_in_backward, False)
         for group in self.param_groups:
             self.rule.check_group(group, what)
         # Refuses params of two models, while nothing has been taken over.
@@ -139,9 +135,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__setattr__(name, states_of.renewed(self, value) if name == "state" else value)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"rule": self.rule, "may_guess": self.may_guess}
-        for name in ("step_in_backward", "speculate"):  # a copy begins to guess by itself, or not
-            own[name] = getattr(self, name) and not self.may_guess
+        own = {"rule": self.rule, "step_in_backward": self.step_in_backward, "speculate": self.speculate}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -520,7 +514,7 @@ class HybridAdam(HybridOptimizer):
         *,
         decoupled: bool = rules.ADAM.defaults["decoupled"],
         step_in_backward: bool = False,
-        speculate: bool | None = None,
+        speculate: bool = False,
     ):
         super().__init__(
             params,

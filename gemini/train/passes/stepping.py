@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,13 +44,7 @@ class Stepping:
         self._params, self._store, self._mode, self._moves = parts.params, store, mode, store.moves
         self._gradients, self._sink, self._slices = parts.gradients, parts.sink, parts.slices
         self._backward, self._exposure, self._recovery = backward, parts.exposure, recovery
-        self._may_guess = (
-            store.durable is not None and store.transfers.beside and mode != "transient" and not self._sink.has_replicas
-        )
-        """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
         self.looks_for_optimizers = True  # whether the first step with gradients is still to come
-        # `time.perf_counter()` when the step before was handed over.
-        self._step_began = 0.0
         # Ranks must all skip a step or none, so where they share one the host has to know.
         self._may_stop_there = (
             store.device.tier is Tier.GPU and not self._sink.divides and parts.gradients.norms.knows_only_own
@@ -204,8 +197,8 @@ class Stepping:
         """Forget these gradients, in place of a step with them (``GradScaler.step`` has found inf or NaN)."""
         self._recovery.forget_interrupted()
         self._backward.discard(handles, leftover=Leftover.USED)
-        if stepping_in_backward or self._may_guess:
-            self._note_step(is_plain=False)
+        if stepping_in_backward:
+            self.updates.guesses.note_step(is_plain=False)
         self.end_step()
 
     # ---- the step -----------------------------------------------------------------------------------------------
@@ -221,10 +214,6 @@ class Stepping:
         # Updates inside backward that were finite only as far as the device knows are told of before the step ends.
         if self.state.updated_in_backward:
             self.updates.unseen.look()
-        if self._may_guess and optimizer.may_guess and self.updates.guesses.would_pay and not self.scaling.is_scaled:
-            if not optimizer.speculate:  # recent steps say that it pays
-                optimizer.step_in_backward = optimizer.speculate = True
-                stepping_in_backward.add(optimizer)
         # On all ranks, and before anything changes: one that disagrees raises on every rank.
         self._sink.agree_on_step(optimizer)
         if self._slices.size > 1:
@@ -270,7 +259,7 @@ class Stepping:
         # Before the lines below: hyperparameters are computed with the step count and clipping that they reset.
         by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
         is_plain = None  # nobody asks where nothing is guessed
-        if stepping_in_backward or self._may_guess:
+        if stepping_in_backward:
             is_plain = not clip and coefficient == 1.0 and all(handle.clip == 1.0 for handle in handles)
         # From here on the step changes the model. What breaks off in between leaves params counted and not updated.
         try:
@@ -282,17 +271,11 @@ class Stepping:
             # Last in the block: a worker may begin as soon as it has the first update.
             self.updates.submit(by_chunk, stop, clip.factor if clip else None)
             if is_plain is not None:
-                self._note_step(is_plain=is_plain)
+                self.updates.guesses.note_step(is_plain=is_plain)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             self.state.mark_corrupted(e)
             raise
         self.end_step()
-
-    def _note_step(self, *, is_plain: bool) -> None:
-        """Note what tells whether guesses pay. Waits are those of the step before, which are known."""
-        before, self._step_began = self._step_began, time.perf_counter()
-        waited = self._store.mover.watch.stalls.get("update", 0.0)
-        self.updates.guesses.note_step(is_plain=is_plain, waiting=waited / (self._step_began - before))
 
     def _by_chunk(
         self,

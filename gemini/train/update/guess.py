@@ -37,8 +37,6 @@ _STEPS = 8  # steps that tell whether guessing pays
 
 _LONGEST_PAUSE = 256  # steps after which guesses that were wrong again and again are tried once more
 
-_WAITING = 0.1  # of a step's time: so much must be waiting for updates before an optimizer begins to guess by itself
-
 
 class Guess:
     """A guess of one chunk's update, between the thread that trains and the one that updates. ``asked``: the scalars of
@@ -199,7 +197,6 @@ class GuessRecord:
         self.num_undone = 0  # those that were not
         self._kept_before = self._undone_before = 0  # the counts when the last step ended
         self._steps: deque[bool] = deque(maxlen=_STEPS)
-        self._waits: deque[bool] = deque(maxlen=_STEPS)
         self._pause, self._num_left_out = 1, 0  # steps: of the next pause, and still to come of this one
 
     @property
@@ -207,18 +204,10 @@ class GuessRecord:
         """Whether most of the last steps were such that guesses of them are right; none so far count as right ones."""
         return not self._num_left_out and 2 * sum(self._steps) >= len(self._steps)
 
-    @property
-    def would_pay(self) -> bool:
-        """Whether guesses would pay unasked: of steps enough, most of which have waited for updates."""
-        return len(self._steps) == _STEPS and self.pays and 2 * sum(self._waits) > _STEPS
-
-    def note_step(self, *, is_plain: bool, waiting: float = 0.0) -> None:
-        """A step was made, or skipped. ``is_plain``: nothing was clipped, and all was finite. ``waiting``: which part
-        of its time was waiting for updates.
-        """
+    def note_step(self, *, is_plain: bool) -> None:
+        """A step was made, or skipped. ``is_plain``: nothing was clipped, and all was finite."""
         was_kept, was_undone = self.num_kept > self._kept_before, self.num_undone > self._undone_before
         self._steps.append(is_plain and not was_undone)
-        self._waits.append(waiting > _WAITING)
         self._kept_before, self._undone_before = self.num_kept, self.num_undone
         self._num_left_out = max(self._num_left_out - 1, 0)
         if was_undone and (self._pause > 1 or not self.pays):  # where none is ever right, it is tried ever less
