@@ -14,7 +14,7 @@ from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec, check_gradients, spec_of
 from gemini.planning.policy import POLICIES, EvictionPolicy
 from gemini.planning.rules import spec_for
-from gemini.planning.trace import MemoryTrace, as_tiles, tile_sizes
+from gemini.planning.trace import MemoryTrace, as_tiles, check_kept, tile_sizes
 from gemini.tiers import FILED, OFFLOAD_TO, MemoryBudget
 
 
@@ -79,6 +79,9 @@ class GeminiConfig:
         kept_blocks: of a model that checkpoints, how many of its blocks keep their activations in place of computing
             them again: evenly spread, the last one among them. With ``offload_activations`` they wait there as the
             inputs of the other blocks do. Results have the same bits. By default as in the plan or ``trace``, else 0.
+            "auto": as many as make the step quickest on ``hardware``; needs ``gemini.trace(..., kept_blocks="auto")``.
+        step: "given": as all else says. "fastest": what may be chosen without other bits is, for ``hardware``: with
+            ``kept_blocks`` and ``offload_activations`` left out these are "auto".
         eviction: who goes when memory for weights is short. "auto": what makes the moves of a step cost least.
             "next_use", or an object of your own with the method of
             :class:`~gemini.planning.policy.EvictionPolicy`: the moves of a step are those that it makes on demand.
@@ -104,11 +107,15 @@ class GeminiConfig:
     optimizer: Any = None
     states: str = "exact"
     tile_tokens: int | str | None = None
-    kept_blocks: int | None = None
+    kept_blocks: int | str | None = None
+    step: str = "given"
     keep_fp32: Any = "auto"
     eviction: str | EvictionPolicy = "auto"
 
     def __post_init__(self) -> None:
+        if self.step == "fastest":
+            for name in ("kept_blocks", "offload_activations"):
+                object.__setattr__(self, name, "auto" if getattr(self, name) is None else getattr(self, name))
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed and (isinstance(value, str) or name != "eviction"):
@@ -122,8 +129,18 @@ class GeminiConfig:
             raise TypeError(f'placement= is "auto", a gemini.StaticPlacement or a gemini.Plan, got {self.placement!r}')
         if type(self.overlap) is not bool:
             raise TypeError(f"overlap= is True or False, got {self.overlap!r}")
-        if self.kept_blocks is not None and (type(self.kept_blocks) is not int or self.kept_blocks < 0):
-            raise ValueError(f"kept_blocks= is a number of blocks, got {self.kept_blocks!r}")
+        if self.kept_blocks is not None:
+            check_kept(self.kept_blocks)
+        if self.kept_blocks == "auto" and self.placement != "auto":
+            raise ValueError(
+                f"{self._what_chooses} chooses kept blocks and homes, and placement= says which: leave one of them out"
+            )
+        if self.kept_blocks == "auto" and self.hardware is None:
+            raise ValueError(
+                f"{self._what_chooses} compares the seconds of steps and needs the speeds of the machine: pass "
+                "hardware=gemini.Hardware.from_json(...) of a file of `gemini doctor --measure --json FILE`, or "
+                'gemini.planning.hardware.load_hardware("rtx4090")'
+            )
         for name, count in (("max_chunk", self.max_chunk), ("update_threads", self.update_threads)):
             if (type(count) is not int or count < 1) and (count is not None or name == "max_chunk"):
                 raise ValueError(f"{name}= is a positive number, got {count!r}")
@@ -160,6 +177,10 @@ class GeminiConfig:
             parse_bytes(self.activations, what="activations=")
 
     @property
+    def _what_chooses(self) -> str:
+        return 'step="fastest"' if self.step == "fastest" else 'kept_blocks="auto"'
+
+    @property
     def eviction_policy(self) -> EvictionPolicy | None:
         """The policy that decides what is evicted; None where the moves are to cost least."""
         if not isinstance(self.eviction, str):
@@ -186,6 +207,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "gradients": GRADIENTS,
     "reduce_dtype": (None, *PRECISIONS),
     "offload_activations": (None, *OFFLOAD_TO, "auto"),
+    "step": ("given", "fastest"),
     "eviction": ("auto", *POLICIES),
 }
 """What fields may say in words; ``eviction`` may be an object too."""

@@ -5,14 +5,11 @@ are played in the order of what they take at least, until none that is left can 
 
 from __future__ import annotations
 
-import math
 import shlex
-from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from heapq import heappop, heappush
 from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +29,13 @@ from gemini.planning.parallel import block_by_block, least_seconds
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
+from gemini.planning.quickest import Found, numbers_up_to, quickest
 from gemini.planning.rules import RULES
 from gemini.planning.simulate import bound_of, step_seconds
 from gemini.planning.sizes import DEEP, SHALLOW, are_alike, deepened, with_kept
 from gemini.planning.timeline import Timeline
 from gemini.planning.together import Together, evaluated
-from gemini.planning.trace import MemoryTrace, as_tiles, tile_tokens_for
+from gemini.planning.trace import ALL, MemoryTrace, as_tiles, tile_tokens_for
 from gemini.planning.working import MARGIN
 from gemini.tiers import Boundary, Tier
 
@@ -131,6 +129,10 @@ class Way:
     def changed(self, **options: Any) -> Way:
         """Take other options, and perhaps with them another machine."""
         return Way(replace(self.settings, **options), self._traces)
+
+    def keeping(self, number: int) -> Way:
+        """The same with so many blocks kept."""
+        return self.changed(kept_blocks=number) if number else self
 
     def trace(self, **more: Any) -> MemoryTrace:
         """The step that is planned for: traced, or read and found to be of the model that was named."""
@@ -272,94 +274,35 @@ def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTra
     return trace
 
 
-ALL = 2**20  # blocks of a model, or more
 FEW_TILES = 8  # of MLPs, whose weights each reads anew
-PARTS = 8  # none, an eighth of all, a quarter, ... are kept
-CLOSE = 0.005  # what could be quicker by less than this part of a step is not looked at
 RUNNERS_UP = 4  # ways, or meshes, that are shown beside the best one
 
 
-class Found(NamedTuple):
-    """A way to make the step, its plan and how long it takes: seconds, or micro-batches where no speeds are known."""
-
-    way: Way
-    plan: Plan
-    seconds: float
-    is_played: bool  # else it takes at least as long, which is longer than the best one
-
-
-class _Numbers:
-    """A way with more and more kept blocks; ``least``: what it takes at least, by their number."""
-
-    def __init__(self, way: Way, least: dict[int, float]) -> None:
-        self._way, self._least = way, least
-        self._planned: dict[int, float] = {}  # the same, as the plans of the first of them have it
-
-    def left(self) -> float:
-        """The least that those take which are not planned yet."""
-        least = min((own for number, own in self._least.items() if number not in self._planned), default=math.inf)
-        return max(least, _least_with_more(self._planned, max(self._least)))
-
-    def plan_next(self, tell: Callable[[Way], None]) -> Found | None:
-        """Plan it with the next number; None if it does not fit: then it does with no larger one."""
-        number = next(number for number in self._least if number not in self._planned)
-        way = self._way.changed(kept_blocks=number) if number else self._way
-        tell(way)
-        try:
-            plan = way.plan()
-        except (BudgetExceeded, JobError):  # it was a lower bound of what it needs
-            return None
-        self._planned[number] = way.seconds_of(plan, played=False)
-        return Found(way, plan, max(self._planned[number], self._least[number]), False)
-
-
-def choose(way: Way, status: Status) -> tuple[Way, list[Found], int]:
+def choose(way: Way, status: Status) -> tuple[Way, list[Found[Way]], int]:
     """The quickest way (if none fits, the one that needs least), what was planned, the quickest that was played first,
     and of how many: of the ways that fit, each number of kept blocks that may be looked at, whether it fits too or not.
-
-    What takes least by what is known of it is looked at next: it is planned, which tells more; then it is played.
     """
     sequences = _sequences(way)
     way = Way(way.settings, Traces(of_two=True))
-    all_numbers = [(_kept(*pair), pair[0]) for pair in _ways(way, sequences)]
-    found, planned, of_all, order = list[Found](), list[Found](), sum(len(least) for least, _ in all_numbers), count()
-    waiting: list[tuple[float, int, _Numbers | Found]] = []
+    ways = [(first.keeping, _kept(first, most)) for first, most in _ways(way, sequences)]
+    of_all, planned = sum(len(least) for _, least in ways), count(1)
 
-    def wait(least: float, what: _Numbers | Found) -> None:
-        if least < math.inf:
-            heappush(waiting, (least, next(order), what))
+    def plan_of(other: Way) -> Plan | None:
+        status.update(f"planning {options_of(other)}, {next(planned)} of at most {of_all} ...")
+        with suppress(BudgetExceeded, JobError):
+            return other.plan()
+        return None
 
-    def tell(other: Way) -> None:
-        status.update(f"planning {options_of(other)}, {len(planned) + 1} of at most {of_all} ...")
+    def seconds_of(other: Way, plan: Plan, is_played: bool) -> float:
+        if is_played:
+            status.update(f"playing {options_of(other)} ...")
+        return other.seconds_of(plan, played=is_played)
 
-    for least, first in all_numbers:
-        wait(min(least.values()), _Numbers(first, least))
-    while waiting and (not found or waiting[0][0] <= (1 - CLOSE) * found[0].seconds):
-        what = heappop(waiting)[2]
-        if isinstance(what, Found):
-            status.update(f"playing {options_of(what.way)} ...")
-            seconds = what.way.seconds_of(what.plan)
-            planned.remove(what)
-            insort(found, what._replace(seconds=seconds, is_played=True), key=lambda each: each.seconds)
-        elif new := what.plan_next(tell):
-            planned.append(new)
-            wait(new.seconds, new)
-            wait(what.left(), what)
-    if found:
-        return found[0].way, [found[0], *sorted([*found[1:], *planned], key=lambda each: each.seconds)], of_all
+    if found := quickest(ways, plan_of, seconds_of):
+        return found[0].way, found, of_all
     smallest = {"batch_size": 1, "accumulate": sequences} if way.settings.fastest else {}
     kernels = None if way.settings.kernels == "auto" else way.settings.kernels
     return way.changed(kept_blocks=None, kernels=kernels, **smallest), found, of_all
-
-
-def _least_with_more(planned: dict[int, float], most: int) -> float:
-    """The least seconds with more blocks kept, up to ``most``, than were planned: each saves as the one before it, and
-    what it moves costs as much or more, so the last gain per block is the most that is to come.
-    """
-    if len(planned) < 2:
-        return -math.inf
-    (few, before), (many, now) = list(planned.items())[-2:]
-    return now - max(before - now, 0.0) / (many - few) * (most - many)
 
 
 def _kept(way: Way, most: int) -> dict[int, float]:
@@ -370,8 +313,7 @@ def _kept(way: Way, most: int) -> dict[int, float]:
         return {0: way.least()}
     places = "no", way.settings.offload_activations
     ends = [[way.changed(kept_blocks=k, offload_activations=where).least() for k in (None, most)] for where in places]
-    numbers = sorted({most * part // PARTS for part in range(PARTS + 1)})
-    return {k: max(none + (every - none) * k / most for none, every in ends) for k in numbers}
+    return {k: max(none + (every - none) * k / most for none, every in ends) for k in numbers_up_to(most)}
 
 
 def _sequences(way: Way) -> int:

@@ -322,7 +322,8 @@ def num_beside(options: Options) -> float:
 def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None:
     """One micro-batch of the job's step, traced on fake tensors; None where nobody asks how large it is."""
     args, ours, kind = options.args, options.ours, options.kind
-    if args.device.type != "cuda" or ours.plan is not None or ours.activations is not None:
+    is_asked_for = args.device.type == "cuda" or ours.fastest
+    if not is_asked_for or ours.plan is not None or ours.activations is not None:
         return None
     if ours.ep > 1 or kind in ("grpo", "rloo", "distillation"):
         raise JobError(f"gemini {kind} needs --activations, such as 4GiB: such a step is not traced ahead.")
@@ -337,6 +338,7 @@ def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None
         precision=precision_of(args),
         checkpointing="non-reentrant" if args.gradient_checkpointing else None,
         tile_tokens=ours.tile_tokens,
+        kept_blocks="auto" if ours.fastest else 0,
         tensor_parallel=ours.tp,
         context_parallel=ours.cp,
     )

@@ -20,6 +20,7 @@ from gemini.jobs import JobError, refusing
 from gemini.jobs.parts import is_text
 from gemini.jobs.settings import Help, Refusing, at_least, check_together, seed, size, tiles
 from gemini.planning import document
+from gemini.planning.hardware import load_hardware
 from gemini.planning.plan import Plan
 from gemini.planning.rules import RULES, STATES, name_of, rule_named
 from gemini.tiers import Tier
@@ -58,6 +59,12 @@ class GeminiArguments:
         "A plan that `gemini plan --out` wrote for this model: its budgets, homes, moves, and the step that is made "
         "where no options describe another."
     )
+    fastest: bool = _opt(
+        "Choose what makes the step quickest on --machine with the same bits: which blocks of --gradient_checkpointing "
+        "are not computed again, where activations wait, and homes.",
+        False,
+    )
+    machine: str | None = _opt("Whose speeds to plan with: a name or a file, as for `gemini plan --machine`.")
     order: str | None = _opt("bfs: micro-batches go block by block. (Default: --plan's.)", choices=("dfs", "bfs"))
     bytes: bool = _opt("Every byte of the text is a token, whatever tokenizer the model has.", False)
     durable_every: int = _opt("Steps between commits to a store in --nvme_path that outlives a kill; 0 for none.", 0)
@@ -229,6 +236,8 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes
         offload_activations=ours.offload_activations
         or ("cpu" if getattr(args, "activation_offloading", False) else None),
         tile_tokens=ours.tile_tokens,
+        step="fastest" if ours.fastest else "given",
+        hardware=None if ours.machine is None else load_hardware(ours.machine),
         optimizer=rule_named(ours.optimizer or "adamw"),
     )
 
@@ -258,10 +267,12 @@ def step_of(plan: Plan) -> dict[str, Any]:
 _APART = (
     ("plan", "activations offload_activations activation_offloading", "where there is a plan, it says that"),
     ("plan", "tp cp ep", "a plan is of a whole model"),
+    ("fastest", "plan activations order=bfs use_peft tp ep", "it is chosen for whole layers, one batch after another"),
     ("ep", "tp cp", "experts are shared with --replicas alone"),
     ("tp ep", "use_peft tile_tokens durable_every", "layers are cut, and there are no slices of these"),
 )
 _NEEDS = (
+    ("fastest", "machine", "it compares seconds, by the speeds of one"),
     ("offload_activations activation_offloading", "gradient_checkpointing", "it moves what that keeps"),
     ("load_in_4bit load_in_8bit", "use_peft", "weights in codes are frozen, and adapters trained"),
 )

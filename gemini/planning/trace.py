@@ -144,6 +144,10 @@ class Moment:
     attention: AttentionWork = AttentionWork()
 
 
+_NESTED = ("tiled", "all_kept")
+"""Fields of a trace that are other forms of its step."""
+
+
 def times(moment: Moment, number: float, *names: str) -> Moment:
     """The moment with so many times its work and the inputs that it keeps, and of these fields."""
     counted = ("flops", "touched_bytes", "saved_bytes", "restored_bytes", *names)
@@ -180,6 +184,8 @@ class MemoryTrace(Document, kind="trace"):
             step did not.
         tiled: the same step in tiles of tokens, for the planner to take where this one's activations do not fit
             (``gemini.trace(..., tile_tokens="auto")``); None if there is no choice.
+        all_kept: the same step with every block kept: of both the planner makes that of any number
+            (``gemini.trace(..., kept_blocks="auto")``); None if there is no choice.
         micro_batches: how many pass through stages together, as one (:func:`gemini.planning.parallel.block_by_block`).
         stages: with several of them, the moments at which a stage begins: what it reads stays until the next.
     """
@@ -199,6 +205,7 @@ class MemoryTrace(Document, kind="trace"):
     context_parallel: int = 1
     tensor_parallel: int = 1
     tiled: MemoryTrace | None = None
+    all_kept: MemoryTrace | None = None
     kept_blocks: int = 0
     kernels: str | None = None
     micro_batches: int = 1
@@ -249,8 +256,12 @@ class MemoryTrace(Document, kind="trace"):
     def with_fp32(self, names: Collection[str]) -> MemoryTrace:
         """The same step of a model in which the params of these (first) names stay in fp32, and no others."""
         params = tuple(replace(param, fp32=param.name in names) for param in self.params)
-        tiled = None if self.tiled is None else self.tiled.with_fp32(names)
-        return self if params == self.params and tiled == self.tiled else replace(self, params=params, tiled=tiled)
+        others: dict[str, Any] = {}
+        for name in _NESTED:
+            own = getattr(self, name)
+            others[name] = None if own is None else own.with_fp32(names)
+        same = params == self.params and all(getattr(self, name) == own for name, own in others.items())
+        return self if same else replace(self, params=params, **others)
 
     def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, rule: RuleSpec = ADAM) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
@@ -281,7 +292,7 @@ class MemoryTrace(Document, kind="trace"):
         together = body.pop("read_together")
         return {
             **body,
-            "tiled": None if self.tiled is None else self.tiled.to_json(),
+            **{name: own and own.to_json() for name in _NESTED for own in [getattr(self, name)]},
             "together": together,
             "params": [list(param.values()) for param in body["params"]],
             "moment_fields": _fields_of(Moment),
@@ -294,7 +305,7 @@ class MemoryTrace(Document, kind="trace"):
         trace = super()._from_body(
             {
                 **body,
-                "tiled": cls.from_json(body["tiled"]) if body.get("tiled") else None,
+                **{name: cls.from_json(body[name]) if body.get(name) else None for name in _NESTED},
                 "read_together": body["together"],
                 "params": [dict(zip(_fields_of(TracedParam), values, strict=False)) for values in body["params"]],
                 "moments": [dict(zip(names, values, strict=True)) for values in body["moments"]],
@@ -374,6 +385,16 @@ def accesses(trace: MemoryTrace, layout: Layout) -> tuple[Access, ...]:
         read[start:stop] = [tuple(sorted({p for params in read[start:stop] for p in params}))] * (stop - start)
     known = {params: tuple(sorted({by_param[p] for p in params})) for params in {*read}}
     return tuple(Access(index, known[params]) for index, params in enumerate(read))
+
+
+ALL = 2**20
+"""Kept blocks of a model, or more."""
+
+
+def check_kept(number: object) -> None:
+    """Refuse what is no number of kept blocks, nor "auto", with a ValueError."""
+    if number != "auto" and (type(number) is not int or number < 0):
+        raise ValueError(f'kept_blocks= is a number of blocks or "auto", got {number!r}')
 
 
 def kept_among(blocks: int, number: int) -> list[int]:

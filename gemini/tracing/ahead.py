@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.planning.trace import MemoryTrace, Source, as_tiles, tile_sizes
+from gemini.planning.trace import ALL, MemoryTrace, Source, as_tiles, check_kept, tile_sizes
 from gemini.tracing.fused import with_kernels
 from gemini.tracing.meter import Target, make_target, tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
@@ -140,7 +140,7 @@ def trace(
     context_parallel: int = 1,
     tensor_parallel: int = 1,
     keep_fp32: KeepFp32 = "auto",
-    kept_blocks: int = 0,
+    kept_blocks: int | str = 0,
     kernels: str | None = None,
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
@@ -164,7 +164,9 @@ def trace(
             the trace is of the last rank.
         tensor_parallel: ranks that have slices of each layer, the size of ``tp`` in their mesh. The trace is of the
             first one, and its params are slices.
-        keep_fp32, kept_blocks: as in :class:`gemini.GeminiConfig`.
+        keep_fp32: as in :class:`gemini.GeminiConfig`.
+        kept_blocks: the same; "auto" traces the step of a model that checkpoints with no block kept and with all of
+            them (``all_kept`` of the trace), and the planner chooses a number.
         kernels: "liger": the step with Liger's fused norm, SwiGLU, rope, and head with its loss (which need not be
             installed here), of llama, mistral, qwen2 and qwen3; without tiles.
 
@@ -181,17 +183,25 @@ def trace(
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     over = (context_parallel, tensor_parallel)
-    how = (checkpointing, model_class, loss, keep_fp32, over, kept_blocks, kernels)
+    how = (checkpointing, model_class, loss, keep_fp32, over)
     if kernels is not None and (tile_tokens is not None or tensor_parallel > 1 or context_parallel > 1):
         raise ValueError(f"kernels={kernels!r} are traced of whole layers without tiles: leave one of them out")
-    step = _FakeStep(model, batch, precision, make_target(target), *how)
-    tiles = None if tile_tokens == "auto" else as_tiles(tile_sizes(tile_tokens))
-    if tensor_parallel > 1 and tiles is not None:
+    tiles = "auto" if tile_tokens == "auto" else as_tiles(tile_sizes(tile_tokens))
+    if tensor_parallel > 1 and tiles not in (None, "auto"):
         raise ValueError(f"tile_tokens={tiles} with tensor_parallel={tensor_parallel}: leave one of them out")
-    if tile_tokens == "auto":
-        return step.trace_for_choice()
-    with step.prepared() as prepared:
-        return step.traced(prepared, tiles)
+    check_kept(kept_blocks)
+    is_open = kept_blocks == "auto"
+    step = _FakeStep(model, batch, precision, make_target(target), *how, 0 if is_open else int(kept_blocks), kernels)
+    found = step.trace(tiles)
+    if is_open and found.checkpoint_bytes:  # else no block is computed again
+        return _with_all_kept(found, step._replace(kept_blocks=ALL).trace(tiles))
+    return found
+
+
+def _with_all_kept(none: MemoryTrace, every: MemoryTrace) -> MemoryTrace:
+    """The step with no block kept, and beside each of its forms that with all of them."""
+    tiled = _with_all_kept(none.tiled, every.tiled) if none.tiled and every.tiled else None
+    return replace(none, tiled=tiled, all_kept=replace(every, tiled=None))
 
 
 class _Prepared(NamedTuple):
@@ -219,8 +229,13 @@ class _FakeStep(NamedTuple):
     kept_blocks: int
     kernels: str | None
 
-    def trace_for_choice(self) -> MemoryTrace:
-        """The step as it is, and in each kind of tiles that the planner may choose; a warning where that cannot be."""
+    def trace(self, tiles: int | str | None) -> MemoryTrace:
+        """Run it in ``tiles``; "auto": as it is, and in each kind of tiles that the planner may choose, with a warning
+        where that cannot be.
+        """
+        if tiles != "auto":
+            with self.prepared() as prepared:
+                return self.traced(prepared, tiles)
         with self.prepared() as prepared:
             shapes = {name: tuple(v.shape) for name, v in prepared.inputs.items() if isinstance(v, torch.Tensor)}
             choices = token_tiles.auto_tokens(prepared.model, count_tokens(shapes, prepared.model))

@@ -27,7 +27,9 @@ from gemini.jobs import planner
 from gemini.jobs.planner import Traces, Way, choose
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.train_options import Parser, options_of, precision_of
+from gemini.planning import quickest
 from gemini.planning.hardware import load_hardware
+from gemini.planning.quickest import numbers_up_to
 from gemini.planning.rules import RULES
 from gemini.planning.sizes import DEEP, SHALLOW, deepened, with_kept
 from gemini.planning.trace import MemoryTrace, Phase
@@ -483,13 +485,13 @@ def test_kept_blocks_auto_is_the_quickest_number_of_the_step_that_was_asked_for(
 @pytest.mark.parametrize("blocks", [12, 28])  # an eighth of them is no whole number
 def test_numbers_of_kept_blocks_that_lie_unevenly_are_climbed_to_the_end(blocks: int) -> None:
     """Each block saves a second, and the best way needs all of them: no stop before the end is right."""
-    numbers = sorted({blocks * part // planner.PARTS for part in range(planner.PARTS + 1)})
+    numbers = numbers_up_to(blocks)
     for until in range(2, len(numbers) + 1):
         planned = {number: 100.0 - number for number in numbers[:until]}
-        assert planner._least_with_more(planned, blocks) == pytest.approx(100 - blocks)
-    assert planner._least_with_more({0: 100.0}, blocks) == -float("inf")
+        assert quickest._least_with_more(planned, blocks) == pytest.approx(100 - blocks)
+    assert quickest._least_with_more({0: 100.0}, blocks) == -float("inf")
     for now in 99.0, 101.0:  # what no more blocks make less
-        assert planner._least_with_more({0: 100.0, 1: 99.0, 3: now}, blocks) == now
+        assert quickest._least_with_more({0: 100.0, 1: 99.0, 3: now}, blocks) == now
 
 
 @pytest.mark.parametrize("blocks", [12, 28])
@@ -511,7 +513,7 @@ def test_the_quickest_number_of_kept_blocks_is_reached_where_steps_are_uneven(
         def seconds_of(self, plan: Any, *, played: bool = True) -> float:
             return self.base - self.gain * self.kept - (not played)
 
-    numbers = sorted({blocks * part // planner.PARTS for part in range(planner.PARTS + 1)})
+    numbers = numbers_up_to(blocks)
     others = Played(100 - 0.9 * blocks, 0), Played(100, 1)
     monkeypatch.setattr(planner, "_sequences", lambda way: 1)
     monkeypatch.setattr(planner, "Way", lambda settings, traces: Played(0, 0))

@@ -25,6 +25,7 @@ from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
 from gemini.planning.planner import Planner, first_that_fits, pose_problem
+from gemini.planning.quickest import quickest_kept
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import MARGIN
 from gemini.ranks.agree import Facts, agree, checksum_of
@@ -232,7 +233,7 @@ def decide(
         _check_plan(config.placement, own, config, device, ranks)
     trace = _trace_to_place(structure, own, config, ranks)
     try:
-        chosen = first_that_fits(_Chooser(config, device, ranks).choose, trace, overlap=config.overlap)
+        chosen = _Chooser(config, device, ranks).best(trace)
     except BudgetExceeded as e:
         if structure.model.training or not any(param.requires_grad for param, _ in structure.params):
             raise
@@ -242,7 +243,8 @@ def decide(
         ) from e
     # With "auto" the size of the tiles is that of the trace which was chosen.
     tile_tokens = chosen.trace.tile_tokens if config.tile_tokens in (None, "auto") else config.tile_tokens
-    kept_blocks = chosen.trace.kept_blocks if config.kept_blocks is None else config.kept_blocks
+    given = config.kept_blocks
+    kept_blocks = given if isinstance(given, int) else chosen.trace.kept_blocks
     return chosen._replace(tile_tokens=tile_tokens, kept=kept, kept_blocks=kept_blocks)
 
 
@@ -255,7 +257,13 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
         trace = (config.trace or own).with_fp32({param.name for param in own.params if param.fp32})
     own.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
-    if trace.source is Source.AHEAD and config.kept_blocks not in (None, trace.kept_blocks):
+    if config.kept_blocks == "auto":
+        if trace.source is not Source.AHEAD or (trace.all_kept is None and trace.checkpoint_bytes):
+            raise PlanMismatch(
+                'kept_blocks="auto" needs the step with no block kept and with all of them: pass '
+                'trace=gemini.trace(model, batch, kept_blocks="auto"), or say a number of blocks'
+            )
+    elif trace.source is Source.AHEAD and config.kept_blocks not in (None, trace.kept_blocks):
         raise PlanMismatch(
             f"the trace has kept_blocks={trace.kept_blocks} and the config kept_blocks={config.kept_blocks}, so its "
             "activation memory is wrong for this run. Trace again, or leave it out here: then it is as in the trace"
@@ -304,8 +312,32 @@ class _Chooser:
                 f"torch's allocator was set up to take segments of fixed sizes: {fragments} % of what activations and "
                 "gradients take are set aside for fragments. PYTORCH_ALLOC_CONF=expandable_segments:True needs none"
             )
+        self._schedule = "overlapped" if config.overlap else "serial"
+        self._beyond = sys.maxsize  # bytes of host memory that no budget has, for activations if it computes
+        if device.tier is Tier.CPU and config.kept_blocks == "auto":
+            free = available_bytes() // ranks.local_size - self._budgets[Tier.CPU]
+            self._beyond = ranks.smallest([free])[0]
         self._at_once = pool is not None and pool.at_once
         self._others = 0 if pool is None else -ranks.smallest([-pool.needed_by_others(None, device.tier)])[0]
+
+    def best(self, trace: MemoryTrace) -> Decision:
+        """Choose for the first form of the step that fits, of that with "auto" the quickest number of kept blocks.
+        Raises BudgetExceeded if none fits.
+        """
+        config, hardware = self._config, self._config.hardware
+        choose = partial(first_that_fits, self.choose, overlap=config.overlap)
+        if trace.all_kept is None or hardware is None or config.kept_blocks != "auto":
+            return choose(trace)
+
+        def plan(step: MemoryTrace) -> Plan:
+            found = choose(step).plan
+            assert found is not None  # placement="auto"
+            return found
+
+        def keep(form: MemoryTrace, _: bool) -> Decision:
+            return _as_planned(quickest_kept(form, hardware, self._schedule, plan)[0])
+
+        return first_that_fits(keep, trace, overlap=False)
 
     def choose(self, trace: MemoryTrace, overlap: bool) -> Decision:
         """Choose with staging for every worker (``overlap``), or with less of it."""
@@ -313,8 +345,7 @@ class _Chooser:
         offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
         pose = partial(self._pose, trace, overlap=overlap)
         if isinstance(given, str):
-            plan = self._plan(trace, pose)
-            return Decision(trace, plan.problem, plan.placement, plan, plan.offload_activations)
+            return _as_planned(self._plan(trace, pose))
         problem = pose(None if offload == "auto" else offload)
         if isinstance(given, StaticPlacement):
             if problem.compute is Tier.CPU and (given.weights_on_gpu or given.optimizer_on_gpu or given.updates_on_gpu):
@@ -352,17 +383,22 @@ class _Chooser:
 
     def _plan(self, trace: MemoryTrace, pose: Callable[[str | None], Problem]) -> Plan:
         config, hardware = self._config, self._config.hardware
+        if trace.kept_blocks and trace.peak_bytes > self._beyond:
+            raise BudgetExceeded("host memory beside the budget has no room for what so many kept blocks save")
         if hardware is None:
             speeds = Speeds.typical()
         else:
             speeds = Speeds.of(hardware, self._budgets, sharing=self._ranks.local_size)
-        schedule = "overlapped" if config.overlap else "serial"
-        planner = Planner(trace, speeds, schedule=schedule, hardware=hardware, policy=config.eviction_policy)
+        planner = Planner(trace, speeds, schedule=self._schedule, hardware=hardware, policy=config.eviction_policy)
         offload = config.offload_activations
         if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
             offload = None if offload == "auto" else offload
             return planner.choose(pose(offload), None, offload)
         return planner.best_of(pose, None, offload)
+
+
+def _as_planned(plan: Plan) -> Decision:
+    return Decision(plan.trace, plan.problem, plan.placement, plan, plan.offload_activations)
 
 
 def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:

@@ -1,0 +1,134 @@
+"""The quickest step, chosen where a model is wrapped: how many blocks are kept, by the speeds of the machine."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from gemini.errors import PlanMismatch
+from gemini.planning.hardware import Figure, Hardware
+from gemini.planning.trace import MemoryTrace
+from tests.train.helpers import llama, manage, t5
+from tests.train.test_activations import batch, enable, train
+from tests.world import world_of
+
+LAYERS = 4
+
+
+def machine(**speeds: float) -> Hardware:
+    """One that computes slowly beside all that it moves."""
+    values = {
+        "num_gpus": 8, "gpu_bytes": 1e12, "cpu_bytes": 1e12, "nvme_bytes": 1e12, "cpu_threads": 8,
+        "gpu_flops_bf16": 1e10, "gpu_flops_fp32": 1e10, "gpu_bandwidth": 1e12, "gpu_op_seconds": 1e-9,
+        "cpu_flops_bf16": 1e10, "cpu_flops_fp32": 1e10, "cpu_op_seconds": 1e-9, "dram_bandwidth": 1e12,
+        "h2d": 1e11, "d2h": 1e11, "nvme_read": 1e11, "nvme_write": 1e11, "update_cpu": 1e-12, "interconnect": 1e12,
+    }  # fmt: skip
+    return Hardware("made up", {key: Figure(value, "measured by hand") for key, value in {**values, **speeds}.items()})
+
+
+def made(kind: Any = llama, **how: Any) -> Any:
+    model = kind(layers=LAYERS, **how) if kind is llama else kind(**how)
+    enable(model)
+    return model
+
+
+@cache
+def traced(kind: Any = llama, number: Any = "auto", **how: Any) -> MemoryTrace:
+    return gemini.trace(made(kind), batch(), target="cpu", kept_blocks=number, **how)
+
+
+def wrap(model: Any, folder: Path, gpu: Any = "32MiB", **how: Any) -> Any:
+    given = {"hardware": machine(), "kept_blocks": "auto", "trace": traced()} | how
+    return manage(model, folder, "standin" if gpu else "cpu", gpu=gpu, **given).train()
+
+
+def kept(model: Any) -> int:
+    number = model.memory_report()["kept_blocks"]
+    assert isinstance(number, int)
+    return number
+
+
+def test_as_many_are_kept_as_there_is_room_for(tmp_path: Path) -> None:
+    """On a machine that computes slowly; each number is one of a plan that fits, and the ledger holds its bytes."""
+    numbers = []
+    for gpu in (600, 1000, 1500, 2100, 3000, 4000, 6000):
+        try:
+            model = wrap(made(), tmp_path, gpu=f"{gpu}KiB")
+        except gemini.BudgetExceeded:
+            assert not numbers
+            continue
+        numbers.append(kept(model))
+        world = world_of(model)
+        assert world.plan.trace == world.trace and world.trace.kept_blocks == numbers[-1]
+        assert world.trace.all_kept is None and world.problem.activations >= world.trace.peak_bytes
+        train(model)
+        world_of(model).check()
+    assert numbers == sorted(numbers) and numbers[0] == 0 and numbers[-1] == LAYERS and len({*numbers}) > 3
+
+
+@pytest.mark.parametrize("offload", [None, "auto", "cpu"])
+@pytest.mark.parametrize("speeds", [{}, {"h2d": 1e6, "d2h": 1e6}, {"gpu_flops_bf16": 1e14}])
+def test_it_is_the_quickest_of_all(speeds: dict[str, float], offload: str | None, tmp_path: Path) -> None:
+    """Each number planned as it was asked for, and played."""
+    how: dict[str, Any] = {"hardware": machine(**speeds), "offload_activations": offload, "gpu": "1400KiB"}
+    chosen, seconds = wrap(made(), tmp_path, **how), dict[int, float]()
+    for number in range(LAYERS + 1):
+        try:
+            other = wrap(made(), tmp_path, **{**how, "trace": traced(llama, number), "kept_blocks": number})
+        except gemini.BudgetExceeded:
+            continue
+        seconds[number] = gemini.simulate(world_of(other).plan, how["hardware"]).step_seconds
+    own = gemini.simulate(world_of(chosen).plan, how["hardware"]).step_seconds
+    assert own == seconds[kept(chosen)] <= 1.005 * min(seconds.values())
+
+
+@pytest.mark.parametrize("make", [llama, t5])
+def test_the_same_bits(make: Any, tmp_path: Path) -> None:
+    """As with none kept; of blocks that are no single walk all are kept, or none."""
+    plain = wrap(made(make, dropout=0.1), tmp_path, kept_blocks=None, trace=None)
+    chosen = wrap(made(make, dropout=0.1), tmp_path, trace=traced(make))
+    assert kept(chosen) == 4 and kept(plain) == 0
+    (losses, _, masters), (same, _, values) = train(plain), train(chosen)
+    assert losses == same and all(torch.equal(value, values[name]) for name, value in masters.items())
+
+
+def test_where_the_host_computes_what_is_kept_has_room_beside_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No budget counts it there, and no step that checkpoints may take all of a small machine."""
+    for beside, number in ((2**30, LAYERS), (traced(llama, 2).peak_bytes, 2), (0, 0)):
+        monkeypatch.setattr("gemini.train.setup.problem.available_bytes", lambda b=beside: 64 * 2**20 + b)
+        assert kept(wrap(made(), tmp_path, gpu=None)) == number
+
+
+def test_a_trace_of_both_is_kept_in_a_file() -> None:
+    trace = traced(llama, tile_tokens="auto")
+    assert MemoryTrace.from_json(trace.to_json()) == trace
+    assert [form.all_kept is not None and form.all_kept.tile_tokens == form.tile_tokens for form in trace.forms]
+    assert all(form.all_kept is not None and form.all_kept.kept_blocks == LAYERS for form in trace.forms)
+    assert gemini.trace(llama(), batch(), kept_blocks="auto").all_kept is None, "there is nothing that is kept again"
+
+
+def test_what_it_needs_is_said(tmp_path: Path) -> None:
+    with pytest.raises(PlanMismatch, match="needs the step with no block kept and with all of them: pass trace="):
+        wrap(made(), tmp_path, trace=None)
+    with pytest.raises(PlanMismatch, match="needs the step with no block kept and with all of them: pass trace="):
+        wrap(made(), tmp_path, trace=traced(llama, 0))
+    with pytest.raises(ValueError, match="needs the speeds of the machine: pass hardware="):
+        wrap(made(), tmp_path, hardware=None)
+    with pytest.raises(ValueError, match="and placement= says which: leave one of them out"):
+        wrap(made(), tmp_path, placement=gemini.StaticPlacement())
+    for wrong in ("most", -1, 1.5):
+        with pytest.raises(ValueError, match='kept_blocks= is a number of blocks or "auto", got'):
+            gemini.trace(made(), batch(), kept_blocks=wrong)
+        with pytest.raises(ValueError, match='kept_blocks= is a number of blocks or "auto", got'):
+            gemini.GeminiConfig(kept_blocks=wrong)
+    with pytest.raises(ValueError, match='step="fastest" compares the seconds of steps'):
+        wrap(made(), tmp_path, hardware=None, step="fastest")
+    with pytest.raises(ValueError, match="step='best' is not known; use one of 'given', 'fastest'"):
+        gemini.GeminiConfig(step="best")
+    without_walls = gemini.trace(llama(), batch(), kept_blocks="auto")
+    assert kept(wrap(llama(), tmp_path, trace=without_walls)) == 0
