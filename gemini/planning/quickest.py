@@ -9,7 +9,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
@@ -41,28 +41,29 @@ def numbers_up_to(most: int) -> list[int]:
     return sorted({most * part // PARTS for part in range(PARTS + 1)})
 
 
+@dataclass
 class _Numbers(Generic[W]):
     """A way with more and more kept blocks; ``least``: what it takes at least, by their number."""
 
-    def __init__(self, keeping: Callable[[int], W], least: Mapping[int, float]) -> None:
-        self._keeping, self._least = keeping, least
-        self._planned: dict[int, float] = {}  # the same, as the plans of the first of them have it
+    keeping: Callable[[int], W]
+    least: Mapping[int, float]
+    planned: dict[int, float] = field(default_factory=dict)  # the same, as the plans of the first of them have it
 
     def left(self) -> float:
         """The least that those take which are not planned yet."""
-        least = min((own for number, own in self._least.items() if number not in self._planned), default=math.inf)
-        return max(least, _least_with_more(self._planned, max(self._least)))
+        least = min((own for number, own in self.least.items() if number not in self.planned), default=math.inf)
+        return max(least, _least_with_more(self.planned, max(self.least)))
 
     def plan_next(
         self, plan_of: Callable[[W], Plan | None], seconds_of: Callable[[W, Plan, bool], float]
     ) -> Found[W] | None:
         """Plan it with the next number; None if it does not fit: then it does with no larger one."""
-        number = next(number for number in self._least if number not in self._planned)
-        way = self._keeping(number)
+        number = next(number for number in self.least if number not in self.planned)
+        way = self.keeping(number)
         if (plan := plan_of(way)) is None:  # it was a lower bound of what it needs
             return None
-        self._planned[number] = seconds_of(way, plan, False)
-        return Found(way, plan, max(self._planned[number], self._least[number]), False)
+        self.planned[number] = seconds_of(way, plan, False)
+        return Found(way, plan, max(self.planned[number], self.least[number]), False)
 
 
 def quickest(
