@@ -125,7 +125,9 @@ def tokenizer_of(source: ModelSource, *, trust: bool = False, revision: str = "m
                 f"{asked}: the folder has no tokenizer, or a part of one, which cannot read {_SAMPLE!r}.{_REMEDY}"
             )
         words = f"tokenizer of {source.tokenizer} with {len(tokenizer)} ids"
-    vocabulary = source.config.get_text_config().vocab_size
+    vocabulary = getattr(source.config.get_text_config(), "vocab_size", None)
+    if vocabulary is None:
+        raise JobError(f"{source.label} has no vocabulary, so it learns from no text: give a causal language model.")
     if len(tokenizer) > vocabulary:
         raise JobError(
             f"{source.label} has a vocabulary of {vocabulary}; {words} need {len(tokenizer)}. Give a config with a "

@@ -13,7 +13,7 @@ from rich.status import Status
 
 from gemini.errors import BudgetExceeded, GeminiError
 from gemini.jobs import REFUSED, JobError, refusing
-from gemini.jobs.plan_report import Report, describe, named, screen
+from gemini.jobs.plan_report import Report, named, planned, refused, screen
 from gemini.jobs.planner import RUNNERS_UP, Found, Way, as_options, choose, options_of, run_by
 from gemini.jobs.screen import progress, say, write
 from gemini.jobs.settings import MAIN, PlanSettings
@@ -72,14 +72,14 @@ def _plan_whole(way: Way, status: Status) -> Answer:
         together = way.plan_together() if settings.with_ else None
         made = way.plan() if together is None else together.plans[MAIN]
     except BudgetExceeded as e:
-        report = describe(settings, machine, way.trace().forms[-1], refusal=e)
+        report = refused(settings, machine, way.trace().forms[-1], e)
     else:
         if machine.hardware is not None:
             status.update("simulating the step ...")
             timeline = way.play(made)
             others = () if together is None else (plan for name, plan in together.plans.items() if name != MAIN)
             before = sum(way.play(plan).step_seconds for plan in others)
-        report = describe(settings, machine, made.trace, made, timeline, together=together, before=before)
+        report = planned(settings, machine, made, timeline, together=together, before=before)
     if found and made is not None:
         chosen = {"options": options_of(way), "candidates": candidates, "played": len(found)}
         hours = None if timeline is None else 1e6 / timeline.tokens_per_second / 3600
@@ -160,24 +160,26 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
     candidates = sorted(over.candidates(), key=lambda candidate: candidate[2]) if is_auto else [over.asked()]
     if not candidates:
         raise JobError(f"--parallel auto: no mesh of {settings.gpus} GPUs goes with this model.")
-    found, refused = _played(over, candidates, ends=is_auto)
+    found, refusals = _played(over, candidates, ends=is_auto)
     if is_auto and found and found[0].sizes.pp > 2:  # to compare meshes it was played with two of its stages
         found[0] = over.play(found[0].sizes, found[0].micro_batches)
     made = timeline = best = None
     if not found:  # where it fits on none, the first one is told
-        sizes, refusal = next(iter(refused.items()))
+        sizes, refusal = next(iter(refusals.items()))
+        micro_batches = next(number for asked, number, _ in candidates if asked == sizes)
         trace = way.trace(tp=sizes.tp, cp=sizes.cp)
-        report = describe(settings, machine, trace, refusal=refusal)
+        report = refused(settings, machine, trace, refusal)
     else:
-        best, sizes = found[0], found[0].sizes
+        best, sizes, micro_batches = found[0], found[0].sizes, found[0].micro_batches
         trace, made, timeline = way.trace(tp=sizes.tp, cp=sizes.cp), best.slowest.plan, best.slowest.timeline
-        report = describe(settings, machine, made.trace, made, timeline, best=best)
+        report = planned(settings, machine, made, timeline, best=best)
     num_params = params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params
     report |= {
         "num_params": num_params,
         "num_trained": num_params,
         "ranks": sizes.ranks,
-        "accumulate": best.micro_batches if best else settings.accumulate,
+        "tokens": trace.tokens * micro_batches * sizes.shards,
+        "accumulate": micro_batches,
         "mesh": {
             "mesh": _words_of(best) if best else str(sizes),
             "stages": [

@@ -15,6 +15,7 @@ from gemini.jobs.planner import Machine, problem_of
 from gemini.jobs.screen import fact, human_count, human_rate, in_options, shown_bytes, table
 from gemini.jobs.settings import MAIN, PlanSettings
 from gemini.planning.parallel import MeshOutcome
+from gemini.planning.placement import Problem
 from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM
 from gemini.planning.timeline import Timeline, human_seconds
@@ -28,37 +29,55 @@ VERSION = 3
 Report = dict[str, Any]
 
 
-def describe(
+def refused(settings: PlanSettings, machine: Machine, trace: MemoryTrace, refusal: BudgetExceeded) -> Report:
+    """The answer where nothing fits. ``trace`` is one micro-batch on one rank."""
+    problem = problem_of(settings, machine, trace)
+    return _described(machine, trace, problem, settings.accumulate) | {"fits": False, "refusal": str(refusal)}
+
+
+def planned(
     settings: PlanSettings,
     machine: Machine,
-    trace: MemoryTrace,
-    plan: Plan | None = None,
-    timeline: Timeline | None = None,
+    plan: Plan,
+    timeline: Timeline | None,
     *,
-    refusal: BudgetExceeded | None = None,
     best: MeshOutcome | None = None,
     together: Together | None = None,
     before: float = 0.0,
 ) -> Report:
-    """The answer: a plan, with its time if the machine's speeds are known, or a refusal. ``trace`` is one micro-batch
-    on one rank; over a mesh (``best``) on one of the slowest stage, and so are plan and timeline. ``together``: with
-    models that compute in turn, which take ``before`` seconds of a step.
+    """The answer where a plan fits, with its time if the machine's speeds are known. Over a mesh (``best``) plan and
+    timeline are of one rank of the slowest stage. ``together``: with models that compute in turn, which take ``before``
+    seconds of a step.
     """
-    problem = problem_of(settings, machine, trace) if plan is None else plan.problem
-    ranks, accumulate = problem.layout.ranks, settings.accumulate if plan is None else plan.accumulate
+    report, update, layout = _described(machine, plan.trace, plan.problem, plan.accumulate), Counter[str](), plan.layout
+    for index, chunk in enumerate(layout.chunks):
+        if chunk.trainable:
+            update[plan.update_tier(index).value] += chunk.payload
+    report["activations"]["offloaded_to"] = plan.offload_activations
+    return report | {
+        "bytes_per_param": plan.bytes_per_param,
+        "held": named(_beside(plan, together)),
+        "models": _models(together) if together else {},
+        "update": dict(update),
+        "streamed": sum(layout.chunks[index].payload for index in plan.placement.streamed),
+        "moved": by_name((together or plan).traffic),
+        "step": _step(settings, machine, plan, timeline, best, before) if timeline else None,
+    }
+
+
+def _described(machine: Machine, trace: MemoryTrace, problem: Problem, accumulate: int) -> Report:
+    """Every field of an answer, with what is known before anything is placed; ``accumulate``: micro-batches of a step,
+    which a trace may have all of.
+    """
     accumulate = max(accumulate // trace.micro_batches, 1)
-    needs, update = Counter[str](), Counter[str]()
+    needs = Counter[str]()
     for sizes in problem.sizes:
         needs.update(sizes)
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
-    if plan is not None:
-        for index, chunk in enumerate(plan.layout.chunks):
-            if chunk.trainable:
-                update[plan.update_tier(index).value] += chunk.payload
     return {
         "gemini": "plan report",
         "version": VERSION,
-        "fits": refusal is None,
+        "fits": True,
         "model": trace.model,
         "num_params": trace.num_params,
         "num_trained": sum(param.numel for param in trace.params if param.trainable),
@@ -69,14 +88,14 @@ def describe(
         "kernels": trace.kernels,
         "tile_tokens": trace.tile_tokens,
         "batch": dict(trace.batch),
-        "tokens": best.tokens if best else trace.tokens * accumulate * ranks,
+        "tokens": trace.tokens * accumulate * problem.layout.ranks,
         "accumulate": accumulate * trace.micro_batches,
         "order": "bfs" if trace.micro_batches > 1 else "dfs",
-        "ranks": ranks,
+        "ranks": problem.layout.ranks,
         "compute": machine.compute.value,
         "machine": None if machine.hardware is None else machine.hardware.name,
         "optimizer": problem.rule.name,
-        "bytes_per_param": plan.bytes_per_param if plan else None,
+        "bytes_per_param": None,
         "needs": dict(needs),
         "budgets": named(machine.budgets_of_rank),
         "origins": named(machine.origins),
@@ -85,17 +104,12 @@ def describe(
             "peak_module": top.module if top else "",
             "peak_phase": top.phase.value if top else "",
             "checkpoint_bytes": trace.checkpoint_bytes,
-            "offloaded_to": plan.offload_activations if plan else None,
+            "offloaded_to": None,
         },
-        "refusal": None if refusal is None else str(refusal),
-        "held": named(_beside(plan, together)) if plan else {},
-        "models": _models(together) if together else {},
-        "update": dict(update),
-        "streamed": sum(plan.layout.chunks[index].payload for index in plan.placement.streamed) if plan else 0,
-        "moved": by_name((together or plan).traffic) if plan else {},
-        "step": _step(settings, machine, plan, timeline, best, before) if plan and timeline else None,
-        "mesh": None,
-        "fastest": None,
+        "refusal": None,
+        **{name: {} for name in ("held", "models", "update", "moved")},
+        "streamed": 0,
+        **dict.fromkeys(("step", "mesh", "fastest")),
         "alternatives": [],
     }
 

@@ -171,6 +171,7 @@ class Run:
         return model
 
     def _trainer(self, rows: Any, held_out: Any, tokenizer: Any, **more: Any) -> Any:
+        """TRL's trainer of the managed model; JobError if it refuses its options, or a judge the data."""
         kind, args, ours = self.options.kind, self.options.args, self.options.ours
         use_cache = getattr(self.model.config, "use_cache", None)
         if getattr(args, "precompute_ref_log_probs", False):

@@ -103,6 +103,17 @@ def frozen(value: Any) -> Any:
     raise TypeError(f"it is a {type(value).__name__}, wanted is a number, a word, or a tuple of such")
 
 
+def _hypers_of(group: Mapping[str, Any], what: str) -> Hypers:
+    """The hyperparameters of ``what``, :func:`frozen`. Raises TypeError, naming the one that cannot be."""
+    found = []
+    for name, value in group.items():
+        try:
+            found.append((name, frozen(value)))
+        except TypeError as e:
+            raise TypeError(f"{name} of {what} cannot be used: {e}") from e
+    return tuple(found)
+
+
 class AdoptedScalars(NamedTuple):
     """Numbers that an update needs beside tensors."""
 
@@ -148,17 +159,12 @@ class AdoptedRule(UpdateRule):
 
     def check_group(self, group: Mapping[str, Any], what: str) -> None:
         super().check_group(group, what)
-        found = []
-        for name, _ in self.given:
-            try:
-                found.append((name, frozen(group[name])))
-            except TypeError as e:
-                raise TypeError(f"{name} of {what} cannot be used: {e}") from e
-        _check(self, tuple(found), what)
+        found = _hypers_of({name: group[name] for name, _ in self.given}, what)
+        _check(self, found, what)
         if self.spec.whole:
             params = group.get("params", ())
             for dims in {p.dim() for p in params if isinstance(p, Tensor)} if isinstance(params, list) else ():
-                _check_dims(self, tuple(found), dims, what)
+                _check_dims(self, found, dims, what)
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdoptedScalars:
         return AdoptedScalars(step, grad_scale, tuple((name, frozen(group[name])) for name, _ in self.given))
@@ -212,7 +218,8 @@ def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
             others.
 
     Raises:
-        TypeError: if it is not an optimizer class, or does not have one of the hyperparameters.
+        TypeError: if it is not an optimizer class, does not have one of the hyperparameters, or has one that is
+            neither a number, a word, nor a tuple of such.
         ValueError: if the class can update neither parts of params nor whole ones. The message gives the reason.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
@@ -226,7 +233,7 @@ def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
     if "foreach" in taken:
         hypers.setdefault("foreach", False)
     try:
-        return _adopted(kind, tuple((name, frozen(value)) for name, value in _defaults(kind, hypers).items()))
+        return _adopted(kind, _hypers_of(_defaults(kind, hypers), called(kind)))
     except Refusal as e:
         raise ValueError(f"gemini.optim.adopt({called(kind)}): {e}") from e
 

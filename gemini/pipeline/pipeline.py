@@ -27,7 +27,7 @@ from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, 
 from gemini.planning.parallel import balanced
 from gemini.ranks.agree import Attempt
 from gemini.ranks.group import names_of, place_in, size_of
-from gemini.ranks.wire import Tag, Wire, collectives_of
+from gemini.ranks.wire import Tag, Wire, collectives_of, guarded
 from gemini.tracing.ahead import batch_for
 from gemini.train.context import sequence_batch
 from gemini.train.ddp import manage
@@ -79,6 +79,7 @@ class Pipeline:
     Raises:
         ValueError: for an unknown schedule, for sizes that do not fit it, and for a model whose blocks cannot be
             divided into stages. The message gives the reason.
+        RankLost: if another rank does not come as far, for example because it was refused.
     """
 
     def __init__(
@@ -112,11 +113,7 @@ class Pipeline:
                 f"{each * size} stages ({each} on each of {size} ranks) of {type(model).__name__}, which has {number} "
                 "blocks: give stages= a smaller number, or a mesh with a smaller pp"
             )
-        # Those of the mesh's first rank: an example may have another length on each.
-        said = [balanced(course.flops, each * size)]
-        for dim in range(0 if mesh is None else mesh.ndim):
-            dist.broadcast_object_list(said, group=cast(DeviceMesh, mesh).get_group(dim), group_src=0)
-        (ranges,) = said
+        ranges = _of_first(balanced(course.flops, each * size), mesh)
         if size > 1:
             config = replace(config, trace=None)  # it is of the whole model
         rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
@@ -308,6 +305,15 @@ class Pipeline:
         )
         self._runner = shape, runner
         return runner
+
+
+def _of_first(ranges: list[tuple[int, int]], mesh: DeviceMesh | None) -> list[tuple[int, int]]:
+    """Those of the mesh's first rank: an example may have another length on each. RankLost if a rank does not come."""
+    said = [ranges]
+    with guarded("dividing the model into stages"):
+        for dim in range(0 if mesh is None else mesh.ndim):
+            dist.broadcast_object_list(said, group=cast(DeviceMesh, mesh).get_group(dim), group_src=0)
+    return said[0]
 
 
 def _check(schedule: str, size: int, micro_batches: int, stages: int | None, config: GeminiConfig) -> None:

@@ -301,38 +301,35 @@ def play_mesh(
             raise BudgetExceeded(f"{where}: {e}") from e
         timeline = simulate(plan, hardware, schedule=schedule, mesh=sizes)
         stages.append(StageOutcome((start, stop), plan, timeline))
-    return _together(trace, stages, _costs(trace, hardware, grid), grid, micro_batches, order, boundary)
-
-
-def _together(
-    trace: MemoryTrace, stages: list[StageOutcome], costs: Costs, grid: Grid, number: int, order: str, boundary: int
-) -> MeshOutcome:
-    """A step of ``number`` micro-batches: its slowest stage, with the bubble, or its messages, if these take longer.
-    ``boundary``: bytes of hidden states of a micro-batch.
-    """
-    sizes, sent = grid.sizes, _sent(grid, stages)
-    loops, bubble = LOOPS if order == "bfs" else 1, 0.0
-    if sizes.pp > 1:
-        # To one rank, which is on this machine or on another.
-        inside, between = (0, boundary) if grid.stages.local == 1 else (boundary, 0)
-        handed = 2 * number * loops
-        sent["hidden states"] = (handed * inside, handed * between)
-        computing = max(
-            stage.timeline.busy.get(Track.COMPUTE, 0.0) + stage.timeline.busy.get(Track.EXCHANGE, 0.0)
-            for stage in stages
-        )
-        bubble = (sizes.pp - 1) * (computing / (number * loops) + 2 * costs.wires(inside, between).seconds)
-    slowest = max(stage.timeline.step_seconds for stage in stages)
     return MeshOutcome(
         sizes,
-        number,
+        micro_batches,
         order,
         tuple(stages),
-        trace.tokens * number * sizes.shards,
-        bubble,
-        max(slowest + bubble, costs.wires(*map(sum, zip(*sent.values(), strict=True))).seconds),
-        {name: both for name, both in sent.items() if any(both)},
+        trace.tokens * micro_batches * sizes.shards,
+        *_waits(
+            stages, _costs(trace, hardware, grid), grid, micro_batches * (LOOPS if order == "bfs" else 1), boundary
+        ),
     )
+
+
+def _waits(
+    stages: list[StageOutcome], costs: Costs, grid: Grid, turns: int, boundary: int
+) -> tuple[float, float, dict[str, tuple[int, int]]]:
+    """The bubble, the seconds of the step, and what a rank sends. A step is its slowest stage with the bubble, or its
+    messages, if these take longer. ``turns``: how often a rank computes; ``boundary``: bytes of hidden states.
+    """
+    sent, bubble, others = _sent(grid, stages), 0.0, grid.sizes.pp - 1
+    if others:
+        # To one rank, which is on this machine or on another.
+        inside, between = (0, boundary) if grid.stages.local == 1 else (boundary, 0)
+        sent["hidden states"] = (2 * turns * inside, 2 * turns * between)
+        busy = [stage.timeline.busy for stage in stages]
+        computing = max(own.get(Track.COMPUTE, 0.0) + own.get(Track.EXCHANGE, 0.0) for own in busy)
+        bubble = others * (computing / turns + 2 * costs.wires(inside, between).seconds)
+    slowest = max(stage.timeline.step_seconds for stage in stages)
+    sending = costs.wires(*map(sum, zip(*sent.values(), strict=True))).seconds
+    return bubble, max(slowest + bubble, sending), {name: both for name, both in sent.items() if any(both)}
 
 
 def _costs(trace: MemoryTrace, hardware: Hardware, grid: Grid) -> Costs:

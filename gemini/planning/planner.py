@@ -105,16 +105,9 @@ def plan(
         ValueError: for an unknown setting.
     """
     gradients = gradients or ("accumulate" if accumulate > 1 else "retain")
-    for name, value, known in (
-        ("precision", precision or trace.precision, PRECISIONS),
-        ("gradients", gradients, GRADIENTS),
-        ("schedule", schedule, SCHEDULES),
-        ("offload_activations", offload_activations, (None, "auto", *OFFLOAD_TO)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, known))}")
-    if min(counts := (accumulate, ranks, local_ranks or ranks, max_chunk)) < 1:
-        raise ValueError(f"accumulate=, ranks=, local_ranks= and max_chunk= are at least 1, not {counts}")
+    names = {"precision": precision or trace.precision, "gradients": gradients, "schedule": schedule}
+    counts = {"accumulate": accumulate, "ranks": ranks, "local_ranks": local_ranks or ranks, "max_chunk": max_chunk}
+    check_settings(names | {"offload_activations": offload_activations} | counts)
     if not trace.moments:
         raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
     if precision == "fp32":
@@ -145,6 +138,25 @@ def plan(
         return planner.best_of(lambda where: posed(offload_activations=where), placement, offload_activations)
 
     return first_that_fits(choose, trace, overlap=schedule == "overlapped")
+
+
+def check_settings(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for those of these arguments of :func:`plan` that are unknown words, or numbers below 1."""
+    for name, known in _KNOWN.items():
+        if name in given and given[name] not in known:
+            raise ValueError(f"{name}={given[name]!r} is not known; use one of {', '.join(map(repr, known))}")
+    for name in _COUNTS:
+        if given.get(name, 1) < 1:
+            raise ValueError(f"{name}={given[name]}: it is at least 1")
+
+
+_KNOWN: dict[str, tuple[str | None, ...]] = {
+    "precision": PRECISIONS,
+    "gradients": GRADIENTS,
+    "schedule": SCHEDULES,
+    "offload_activations": (None, "auto", *OFFLOAD_TO),
+}
+_COUNTS = ("accumulate", "ranks", "local_ranks", "max_chunk")
 
 
 Chosen = TypeVar("Chosen")
@@ -184,6 +196,14 @@ def budgets_of(
     return found
 
 
+def computing_tier(budgets: Mapping[Tier, int], compute: Tier | None) -> Tier:
+    """The tier that computes: by default the GPU if it has a budget. Raises ValueError if it has none."""
+    compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
+    if compute not in budgets:
+        raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
+    return compute
+
+
 def pose_problem(
     trace: MemoryTrace,
     budgets: Mapping[Tier, int],
@@ -202,9 +222,7 @@ def pose_problem(
     durable: bool = False,
 ) -> Problem:
     """The problem: what is placed, and the bytes that no plane may take."""
-    compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
-    if compute not in budgets:
-        raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
+    compute = computing_tier(budgets, compute)
     if compute is Tier.CPU:
         budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
     layout = trace.layout(ranks=ranks, max_chunk=max_chunk, rule=rule)

@@ -22,7 +22,7 @@ from gemini.planning.hardware import Hardware
 from gemini.planning.placement import StaticPlacement
 from gemini.planning.plan import Plan, window_room
 from gemini.planning.planes import RuleSpec, compute_itemsize, plane_specs, spec_of
-from gemini.planning.planner import Others, budgets_of, moves_for, plan
+from gemini.planning.planner import Others, budgets_of, check_settings, computing_tier, moves_for, plan
 from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.rules import spec_for
 from gemini.planning.trace import MemoryTrace, Phase
@@ -142,10 +142,13 @@ def plan_together(
         BudgetExceeded: if they do not fit. The message names the model that does not.
         Others: as :func:`gemini.plan`.
     """
+    if not traces:
+        raise ValueError("plan_together takes a trace of one model or more, and was given none")
     sharing = local_ranks or ranks
-    compute = options.pop("compute", None)
+    given = {name: value for name, value in options.items() if value is not None}
+    check_settings(given | {"accumulate": accumulate, "ranks": ranks, "local_ranks": sharing})
     budgets = budgets_of(budget, hardware, sharing)
-    compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
+    compute = computing_tier(budgets, options.pop("compute", None))
     rule = spec_of(options.get("optimizer"))
     beside = max((working.beside_bytes(trace.target, compute, rule) for trace in traces.values()), default=0)
     budgets[compute] = max(budgets[compute] - beside, 0)

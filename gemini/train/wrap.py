@@ -93,9 +93,9 @@ def manage(
             # What was walked before has not seen that tiled parts are read as a whole.
             structure = None
         structure = structure or Structure(model)
-        ranks = {"process_group": process_group, "mesh": mesh, "of_stages": of_stages}
+        how: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "of_stages": of_stages, "cuts": cuts}
         with joining(config.memory):
-            engine = Engine(structure, config, is_filled=is_filled, cuts=cuts, **ranks)
+            engine = Engine(structure, config, is_filled=is_filled, **how)
             if whole is not None:
                 changes.append(_to_call(whole.take_away))
             changes.append(_to_call(engine.adoption.give_back))

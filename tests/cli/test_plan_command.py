@@ -507,6 +507,13 @@ def test_a_mesh_that_does_not_fit(gemini_command: Command, config: Path) -> None
     )
     assert result.exit_code == 2
     assert "DOES NOT FIT" in result.stdout and "mesh             pp 2 x dp 8" in result.stdout
+    sizes = ("--pp", "2", "--accumulate", "8", "--cpu", "1MiB", "--nvme", "1MiB")
+    refused, fits = (
+        json.loads(gemini_command("plan", config, *MESH, *sizes, "--gpu", gpu, "--json").stdout)
+        for gpu in ("1MiB", "1GiB")
+    )
+    same = ("tokens", "accumulate", "ranks", "num_params")
+    assert [refused[name] for name in same] == [fits[name] for name in same] and refused.keys() == fits.keys()
 
 
 def test_an_encoder_decoder_has_no_stages(gemini_command: Command, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ REQUESTS = {
     "doctor --json mine.json": "--json needs --measure",
     "doctor --measure --json absent/mine.json": "there is no folder absent",
     "doctor --measure --json .": "is a folder",
+    "sft --model_name_or_path vit.json --dataset_name text.txt --output_dir out": "has no vocabulary",
     "demo --seed=-1 --output_dir out": "argument --seed: must be at least 0",
     "demo --cpu-memory 'a lot' --output_dir out": "argument --cpu_memory/--cpu-memory: size: cannot read 'a lot'",
 }
@@ -138,7 +139,12 @@ def test_what_cannot_be_is_refused(
     gemini_command: Command, tiny_values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, values in {"tiny": tiny_values, "odd": {**tiny_values, "n_head": 3}, "c": {"model_type": "gpt2"}}.items():
+    for name, values in {
+        "tiny": tiny_values,
+        "odd": {**tiny_values, "n_head": 3},
+        "c": {"model_type": "gpt2"},
+        "vit": {"model_type": "vit"},
+    }.items():
         Path(f"{name}.json").write_text(json.dumps(values))
     Path("text.txt").write_text("a text\n")
     Path("old.yaml").write_text("lr: 0.1\n")

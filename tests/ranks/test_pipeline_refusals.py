@@ -3,6 +3,7 @@
 And which blocks a stage has: by operations, and by seconds that were measured.
 """
 
+import os
 from functools import partial
 from typing import Any
 
@@ -179,6 +180,17 @@ def test_what_cannot_be_over_ranks_is_refused(how: str, says: str, pool_of: Pool
     for outcome in pool_of(4 if how in ("plain", "plan", "whole") else 2).outcomes(refused, how, str(tmp_path)):
         assert isinstance(outcome, Failure) and says in outcome.text, outcome
         assert outcome.kind == ("BudgetExceeded" if how == "budget" else "ValueError")
+
+
+def alone(folder: str) -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    gemini.Pipeline(deep(), config_for("ram", folder), mesh=mesh_of({"pp": 2}), micro_batches=4)
+
+
+def test_a_rank_that_does_not_come_to_its_stages_is_lost(pool_of: Pools, tmp_path: Any) -> None:
+    first, _ = pool_of(2).outcomes(alone, str(tmp_path))
+    assert isinstance(first, Failure) and first.kind == "RankLost", first
 
 
 def differing(how: str, folder: str) -> list[str]:

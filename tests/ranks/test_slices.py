@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from gemini.train.slices.slicing import cuts_of, expanded, plan_of, slice_tensors
-from tests.ranks.pool import Pools
+from tests.ranks.pool import Failure, Pools
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "phi3",
@@ -49,13 +50,13 @@ def small(kind: str) -> Any:
     return model
 
 
-def compare(kind: str) -> tuple[float, float, int]:
+def compare(kind: str, by_hand: bool = False) -> tuple[float, float, int]:
     """How far the loss is off, the worst gradient in parts of the largest, and how many params are cut."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     ids = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(1))
     whole = small(kind)
-    sliced: Any = copy.deepcopy(slice_tensors(copy.deepcopy(whole), mesh))
+    sliced: Any = copy.deepcopy(slice_tensors(copy.deepcopy(whole), mesh, plan_of(whole) if by_hand else None))
     losses = []
     for model in (whole, sliced):
         loss = model(input_ids=ids, labels=ids).loss
@@ -77,3 +78,35 @@ def compare(kind: str) -> tuple[float, float, int]:
 def test_slices_compute_what_the_whole_model_does(size: int, kind: str, pool_of: Pools) -> None:
     for off, worst, num_cut in pool_of(size).run(compare, kind):
         assert num_cut >= 8 and off < 2e-6 and worst < 1e-5, (off, worst, num_cut)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "bloom", "t5"])
+def test_a_plan_that_is_given_divides_the_heads_of_what_it_cuts(kind: str, pool_of: Pools) -> None:
+    for off, worst, _ in pool_of(2).run(compare, kind, True):
+        assert off < 2e-6 and worst < 1e-5, (off, worst)
+
+
+def cut_mlps_alone() -> bool:
+    """Whether a model whose MLPs alone are cut computes what it did."""
+    whole, mesh = small("opt"), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    styles = {name: style for name, style in plan_of(whole).items() if name.endswith(("fc1", "fc2"))}
+    sliced: Any = slice_tensors(copy.deepcopy(whole), mesh, styles)
+    ids = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(1))
+    return torch.allclose(sliced(input_ids=ids).logits, whole(input_ids=ids).logits, atol=1e-5)
+
+
+def test_heads_of_an_attention_that_is_whole_stay_as_they_are(pool_of: Pools) -> None:
+    assert all(pool_of(2).run(cut_mlps_alone))
+
+
+def refuse_heads(kind: str) -> None:
+    sizes = {"vocab_size": 128, "num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 24}
+    config: Any = transformers.AutoConfig.for_model(kind, **sizes)
+    slice_tensors(transformers.AutoModel.from_config(config), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_heads_that_do_not_divide_are_refused(kind: str, pool_of: Pools) -> None:
+    for outcome in pool_of(2).outcomes(refuse_heads, kind):
+        assert isinstance(outcome, Failure) and outcome.kind == "ValueError", outcome
+        assert "num_attention_heads=3, which is not a multiple of 2" in outcome.text

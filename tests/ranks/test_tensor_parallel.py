@@ -271,6 +271,14 @@ def test_compact_states_go_into_the_same_slices_only(pool_of: Pools, tmp_path: P
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+UNFIT = {
+    "packed_colwise:5": "up_proj.weight has 96 elements along dim 0, which is not a multiple of 10",
+    "packed_colwise:x": "'packed_colwise:x': known are colwise",
+    "packed_colwise:0": "'packed_colwise:0': known are colwise",
+    "replicate": "the plan cuts no param",
+}
+
+
 def refused(how: str, folder: str) -> None:
     mesh, settings, make = mesh_of({"tp": 2}), {}, llama
     if how == "transient":
@@ -300,6 +308,8 @@ def refused(how: str, folder: str) -> None:
             gemini.slice_tensors(nn.Sequential(nn.Linear(4, 4)), mesh)
         elif how == "style":
             gemini.slice_tensors(model, mesh, {"lm_head": "sideways"})
+        elif how in UNFIT:
+            gemini.slice_tensors(model, mesh, {"model.layers.*.mlp.up_proj": how, "model.norm": "embedding_colwise"})
         elif how == "nothing":
             gemini.slice_tensors(model, mesh, {"encoder.*.up": "colwise"})
         elif how == "weights":
@@ -330,6 +340,7 @@ def refused(how: str, folder: str) -> None:
         ("no plan", "has no plan for tensor parallel"),
         ("style", "'sideways': known are colwise"),
         ("nothing", "the plan cuts no param"),
+        *UNFIT.items(),
         ("weights", "'model.norm.weight' is not the same on all ranks of tp"),
     ],
 )

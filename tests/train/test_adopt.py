@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,8 @@ def test_arguments_that_are_no_optimizer_are_refused() -> None:
         optim.adopt(gemini.HybridAdam)
     with pytest.raises(TypeError, match=r"torch.optim.NAdam has no momentum="):
         optim.adopt(torch.optim.NAdam, momentum=0.9)
+    with pytest.raises(TypeError, match=r"weight_decay of torch.optim.Adagrad cannot be used: it is a Decimal"):
+        optim.adopt(torch.optim.Adagrad, weight_decay=Decimal(1))
     with pytest.raises(ValueError, match=r"it cannot be made .* Invalid learning rate: -1"):
         optim.adopt(torch.optim.NAdam, lr=-1.0)
     with pytest.raises(ValueError, match="it cannot update"):

@@ -1,6 +1,7 @@
 """Plans of several models with one budget say what is run: homes, bytes of every tier, traffic to the byte."""
 
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,23 @@ def test_what_stays_is_what_stays_in_every_step_after_the_first_ones(models: int
                     went |= changed
                     least[name] = min(least[name], played.own[name])
         assert {name for name in names if not stays[name]} == went and has == least
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"compute": Tier.GPU}, "compute='gpu' has no budget; there are cpu"),
+        ({"ranks": 0}, "ranks=0: it is at least 1"),
+        ({"precision": "bf17"}, "precision='bf17' is not known"),
+    ],
+)
+def test_what_no_plan_can_be_made_with_is_refused_as_for_one_model(how: dict[str, Any], says: str) -> None:
+    trace, budget = decoder_trace(), {Tier.CPU: 2**30}
+    for make in (
+        lambda: gemini.plan(trace, None, budget, **how),
+        lambda: gemini.plan_together({"policy": trace}, None, budget, **how),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            make()
+    with pytest.raises(ValueError, match="a trace of one model or more"):
+        gemini.plan_together({}, None, budget)

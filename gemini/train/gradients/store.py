@@ -424,20 +424,24 @@ class GradientStore:
                 # A slice of all of it would be one more operation of torch's.
                 incoming = flat if stop - start == flat.numel() else flat[start:stop]
                 if crosses:
-                    inbound, own = self._mover.scratch(0, flat.dtype, stop - start), self._mover.own_staging()
-                    # A worker's gradient is there behind `after`; what was computed since is more than this copy needs.
-                    how = {"behind_computing": not self._mover.in_worker, "kept": True}
-                    copy = partial(self._device.copy, inbound, incoming, "evict", after, **how)
-                    copied = self._mover.under_way(Tier.GPU, Tier.CPU, inbound.nbytes, copy, "land gradients", -1)
-                    own.leaves(0, copied)  # an interrupt must leave no area to others that it is copied to
-                    copied.wait()
-                    incoming = inbound
+                    incoming = self._brought(incoming, after)
                 parts, staged = self._on_host(planes, at + start, at + stop, loaded=adding)
                 # Tile by tile in order: the norm is a fixed tree over these sums.
                 sums += _keep(parts[0], parts[1] if len(parts) > 1 else None, incoming, adding)
                 for plane, end, tile in staged:
                     self._mover.store([(plane, tile)], at + start, end)
         return sums
+
+    def _brought(self, tile: torch.Tensor, after: Event | None) -> torch.Tensor:
+        """A tile of a gradient that the device computes, in the caller's own staging on the host."""
+        inbound, own = self._mover.scratch(0, tile.dtype, tile.numel()), self._mover.own_staging()
+        # A worker's gradient is there behind `after`; what was computed since is more than this copy needs.
+        how = {"behind_computing": not self._mover.in_worker, "kept": True}
+        copy = partial(self._device.copy, inbound, tile, "evict", after, **how)
+        copied = self._mover.under_way(Tier.GPU, Tier.CPU, inbound.nbytes, copy, "land gradients", -1)
+        own.leaves(0, copied)  # an interrupt must leave no area to others that it is copied to
+        copied.wait()
+        return inbound
 
     def own_part(self, handle: ParamHandle) -> torch.Tensor:
         """This rank's part of a gradient, flat, on the host: a copy; zeros where there is none."""

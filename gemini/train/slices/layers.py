@@ -145,7 +145,7 @@ def cutting_of(style: str, module: nn.Module, name: str, param: torch.Tensor) ->
         return () if name == "bias" or param.ndim == 1 else (inputs, groups)
     if kind == "embedding_rowwise":
         return 0, 1
-    return (1, 1) if kind in ("embedding_colwise", "columns") else ()
+    return (1, 1) if kind in ("embedding_colwise", "columns") and param.ndim > 1 else ()
 
 
 def parts_of(style: str) -> tuple[str, int]:

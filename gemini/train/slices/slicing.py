@@ -221,18 +221,33 @@ def slices_of(
         raise ValueError(f"this {type(model).__name__} is in slices already")
     if is_filled:
         refuse_differing(model, mesh, "tp", "tensor parallel")
-    return _slices_by(model, Slices(mesh.get_group(names_of(mesh).index("tp"))), plan)
+    return _make_slices(model, Slices(mesh.get_group(names_of(mesh).index("tp"))), plan)
 
 
 def imagine_slices(model: nn.Module, size: int, sent: Counter[str]) -> None:
     """Let a model without values compute the first of ``size`` slices, for tracing. Raises as :func:`slice_tensors`."""
-    sliced = _slices_by(model, ImaginedSlices(size, sent))
+    sliced = _make_slices(model, ImaginedSlices(size, sent))
     sliced.cut(model)
     sliced.keep()
     sliced.put_on(model)
 
 
-def _slices_by(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None = None) -> SlicedModel:
+def _make_slices(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None = None) -> SlicedModel:
+    """Make the slices by ``plan``, by default the model's own; nothing is cut. Raises as :func:`slice_tensors`."""
+    _refuse_uncuttable(model)
+    plan = plan_of(model) if plan is None else plan
+    styles = expanded(model, plan)
+    cuts = cuts_of(model, styles, slices.rank, slices.size)
+    if not cuts:
+        raise ValueError(
+            f"tensor parallel over {slices.size} ranks: the plan cuts no param of this {type(model).__name__}. Its "
+            f"names are for example {', '.join(list(plan)[:3])}"
+        )
+    _check_heads(model, styles, slices.size)
+    return SlicedModel(cuts, slices, styles, _counts_of(model, styles))
+
+
+def _refuse_uncuttable(model: nn.Module) -> None:
     if adapted := [name for name, module in model.named_modules() if is_tuner_layer(module)]:
         raise ValueError(
             f"tensor parallel does not slice adapters ({adapted[0]!r}), as it would have to with their layers. Use dp "
@@ -243,19 +258,14 @@ def _slices_by(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None 
             f"tensor parallel does not slice 4-bit weights ({coded!r}), which share scales in blocks. Use dp in place "
             "of tp: it divides 4-bit weights among ranks"
         )
-    counted = _own_plan(model).counts if plan is None else {}
-    plan = plan_of(model) if plan is None else plan
-    styles = expanded(model, plan)
-    cuts = cuts_of(model, styles, slices.rank, slices.size)
-    if not cuts:
-        raise ValueError(
-            f"tensor parallel over {slices.size} ranks: the plan cuts no param of this {type(model).__name__}. Its "
-            f"names are for example {', '.join(list(plan)[:3])}"
-        )
-    # Before anything is changed, so that nothing need be undone.
-    _check_heads(model, styles, slices.size)
-    counts = {name: counted[end] for name, _ in model.named_modules() if (end := of_end(name, counted))}
-    return SlicedModel(cuts, slices, styles, counts)
+
+
+def _counts_of(model: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The counts of heads or columns that a slice divides: of modules that compute with columns of this slice alone."""
+    counts = _own_plan(model).counts
+    here = [name for name, style in styles.items() if parts_of(style)[0] in ("colwise", "packed_colwise")]
+    found = {name: counts[end] for name, _ in model.named_modules() if (end := of_end(name, counts))}
+    return {name: own for name, own in found.items() if any(f"{cut}.".startswith(f"{name}.") for cut in here)}
 
 
 def slices_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel | None:
@@ -280,7 +290,7 @@ def slices_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedMo
             "load the same files, or set the same seed"
         )
         return None
-    return _slices_by(model, Slices(mesh.get_group(names_of(mesh).index("tp"))))
+    return _make_slices(model, Slices(mesh.get_group(names_of(mesh).index("tp"))))
 
 
 def cuts_in(model: nn.Module) -> dict[int, TensorSlice]:
@@ -312,7 +322,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
 
 def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The plan, with names of modules and params in place of patterns. Raises ValueError for styles unknown here."""
-    unknown = {style for style in plan.values() if parts_of(style)[0] not in STYLES}
+    unknown = {style for style in plan.values() if not re.fullmatch(rf"({'|'.join(STYLES)})(:[1-9]\d*)?", style)}
     if unknown:
         raise ValueError(f"tensor parallel by style {sorted(unknown)[0]!r}: known are {', '.join(STYLES)}")
     found: dict[str, str] = {}
@@ -361,11 +371,11 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
                 )
             if cut is None:
                 continue
-            length = cut.shape[cut.dim] // cut.groups
-            if length % size:
+            length, parts = cut.shape[cut.dim], cut.groups * size
+            if length % parts:
                 raise ValueError(
                     f"tensor parallel over {size} ranks: {full} has {length} elements along dim {cut.dim}, which is "
-                    f"not a multiple of {size}"
+                    f"not a multiple of {parts}"
                 )
             found[full] = cut
     return found
@@ -373,7 +383,7 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
 
 def _check_heads(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
     # An attention that is not cut may have any number of heads.
-    if not any(re.search(r"(q|k|v|qkv)_proj$|query_key_value$", name) for name in styles):
+    if not any(re.search(r"(q|k|v|qkv)_proj$|query_key_value$|c_attn$|\.query$", name) for name in styles):
         return
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None else None
