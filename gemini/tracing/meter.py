@@ -393,9 +393,9 @@ class Cuda(Target):
             of_all = 2 * batch * heads * key.shape[2] * page_up(width, 8) * key.itemsize
             return sums + of_all * (key.shape[1] != heads)  # type: ignore[no-any-return]
         if packet is _aten._scaled_dot_product_efficient_attention_backward:
-            (batch, heads, rows, _), key = args[1].shape, args[2]
+            (batch, heads, rows, _), key, value = args[1].shape, args[2], args[3]
             per_row = 4 * batch * heads * page_up(rows, 32)
-            return per_row + (2 * 4 * key.numel() if args[1].dtype in _HALF else 0)
+            return per_row + (4 * (key.numel() + value.numel()) if args[1].dtype in _HALF else 0)
         return super().temporary_bytes(func, args)
 
     @contextmanager
@@ -430,16 +430,17 @@ def _attention_on_cuda(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` with the kernels of CUDA, in the order in which torch tries them."""
-    width = query.shape[-1]
-    fits = query.dim() == 4 and key.shape[-1] == value.shape[-1] == width
+    width, of_values = query.shape[-1], value.shape[-1]
+    fits = query.dim() == 4 and key.shape[-1] == width
     scale = width**-0.5 if scale is None else scale
     gap = -width % 8
-    if fits and query.dtype in _HALF and attn_mask is None and width <= 256:
+    if fits and of_values == width and query.dtype in _HALF and attn_mask is None and width <= 256:
         query, key, value = (functional.pad(t, (0, gap)) if gap else t for t in (query, key, value))
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :width] if gap else out
     grouped = key.shape[1] != query.shape[1] if fits else enable_gqa
-    if fits and not grouped and query.dtype is not torch.float64 and not gap:
+    # Of values that are narrower than keys too (DeepSeek's), which flash attention does not take.
+    if fits and not grouped and query.dtype is not torch.float64 and not (gap or of_values % 8):
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         keeps = torch.is_grad_enabled()
         return _aten._scaled_dot_product_efficient_attention(

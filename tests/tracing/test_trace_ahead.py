@@ -295,6 +295,30 @@ def test_grouped_attention_is_counted_by_the_heads_of_the_query(name: str, monke
     assert lasting == meter.flops_of(backward_op, (grad, query, whole, whole), {}, None) > flops
 
 
+class NarrowValues(nn.Module):
+    """Attention whose values are narrower than its keys, as DeepSeek's are."""
+
+    def __init__(self, of_values: int) -> None:
+        super().__init__()
+        self.of_keys, self.of_values = nn.Linear(8, 4 * 24), nn.Linear(8, 4 * of_values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key, value = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.of_keys, self.of_values))
+        return functional.scaled_dot_product_attention(key, key, value, is_causal=True).sum()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_narrow_values_make_no_scores_on_cuda(precision: str) -> None:
+    length = 2048
+    narrow, even, odd = (
+        gemini.trace(NarrowValues(width), {"x": torch.ones(1, length, 8)}, precision=precision, target="cuda")
+        for width in (16, 24, 15)
+    )
+    # torch has a kernel for widths that are multiples of 8, and makes the scores of all others.
+    scores = 4 * length**2
+    assert odd.peak_bytes > scores > 4 * narrow.peak_bytes and narrow.peak_bytes < 1.5 * even.peak_bytes
+
+
 class Tables(nn.Module):
     """Tensors that are no buffers, in a list and in a dict."""
 
