@@ -323,11 +323,14 @@ def _warned(model: nn.Module, why: str) -> str:
 
 def _plain_twin(model: Any) -> nn.Module:
     """The model as it was before it was managed, on the meta device."""
-    memo = on_meta(model)
+    memo, ours = on_meta(model), own_hooks(model)
     for module in model.modules():
         for name, value in vars(module).items():
             if name.endswith("_hooks") and isinstance(value, dict):
-                memo[id(value)] = OrderedDict()  # they gather, and belong to the engine
+                # Gemini's gather, and belong to the engine. With others a forward shows more: hidden states.
+                is_of_forward = name in ("_forward_pre_hooks", "_forward_hooks")
+                theirs = ((key, hook) for key, hook in value.items() if is_of_forward and key not in ours)
+                memo[id(value)] = OrderedDict(theirs)
     twin: Any = object.__new__(original_class(model))
     memo[id(model)] = twin
     own = {name: value for name, value in vars(model).items() if not name.startswith("_gemini") and name != "forward"}

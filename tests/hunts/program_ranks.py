@@ -45,8 +45,8 @@ def run_on_rank(text: str, task: Task, placement: str, folder: str, size: int) -
     if key not in _plain:
         _plain.clear()
         _plain[key] = run_plain(text, task.seed, task.precision, size)
-    whole = SimpleNamespace(size=1)  # nobody else has parts of a sequence
-    ranks = SimpleNamespace(size=size, local_size=size, num_replicas=1, context=whole, smallest=lambda values: values)
+    whole = SimpleNamespace(size=1)  # nobody else has parts of a sequence, and there is one of the model
+    ranks = SimpleNamespace(size=size, local_size=size, context=whole, replicas=whole, smallest=lambda values: values)
 
     def make(model: Any) -> ManagedSide:
         return ManagedSide(model, task.precision, PLACEMENTS[placement], Path(folder), ranks)

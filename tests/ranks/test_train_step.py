@@ -521,6 +521,15 @@ def with_states_later(model: Any) -> Any:
     return lambda output, batch: squares(output, batch) + (output["states"][0].square().mean() if model.later else 0)
 
 
+def asked_for_states(step: int) -> list[dict[str, Any]]:
+    """Whose states the model's hooks collect; transformers makes them in the first forward."""
+    return [batch | {"output_hidden_states": True} for batch in unequal(step)]
+
+
+def with_all_states(model: Any) -> Any:
+    return lambda output, batch: output.loss + sum(states.square().mean() for states in output.hidden_states)
+
+
 def dropping() -> Any:
     model = Chain()
     for block in model.blocks:
@@ -562,9 +571,10 @@ def switch(model: Any, step: int) -> None:
         (dropping, inputs, plain, None, "draws random numbers"),
         (partial(with_head, False), inputs, plain, None, ""),
         (partial(with_head, True), inputs, plain, None, "something of head is read outside of it"),
+        (partial(untied, "llama"), asked_for_states, with_all_states, None, "is read in what comes after the blocks"),
     ],
     ids=["labels before the blocks", "second micro-batch", "later step", "weights in the loss", "switch", "random",
-         "head that never runs", "head read early"],
+         "head that never runs", "head read early", "states that hooks collect"],
 )  # fmt: skip
 def test_another_way_than_that_of_the_first_micro_batch(
     make: Any, batches: Any, loss: Any, between: Any, why: str, tmp_path: Any
