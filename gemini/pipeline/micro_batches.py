@@ -66,6 +66,8 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
     Returns:
         The loss of each micro-batch, as ``loss`` gave it, without a graph. Their sum is the loss of the step.
 
+    After an error, or an interrupt, no gradients are there (on several ranks those of the micro-batches before it are).
+
     Raises:
         ValueError: without micro-batches, and for a model that is not managed.
         GeminiError: if forward gives no loss, and none is given; and if a micro-batch behind the first goes another way
@@ -81,7 +83,16 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
         )
     if "_gemini_engine" not in model.__dict__:
         raise ValueError(f"train_step() of a {type(model).__name__} that is not managed: wrap it with GeminiDDP first")
+    try:
+        return _losses_of(model, parts, loss)
+    except BaseException:
+        # Which gradients are there depends on the order, and so on where weights are.
+        if model.__dict__["_gemini_engine"].ranks.are_alone:
+            model.zero_grad()
+        raise
 
+
+def _losses_of(model: nn.Module, parts: list[Mapping[str, Any]], loss: Loss | None) -> torch.Tensor:
     def own_loss(find: Callable[..., torch.Tensor], output: Any, number: int) -> torch.Tensor:
         if loss is None:
             return find(output) / len(parts)
@@ -99,8 +110,8 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
             _seen_of(model).strayed = str(e)
             if e.has_begun or before != [*map(marks_of, model.modules())]:
                 raise Strayed(
-                    f"{e}. A part of the step is made: call zero_grad(), and train_step() again. From now on it "
-                    "computes the micro-batches of this model one after another"
+                    f"{e}. Its gradients are dropped: call train_step() again. From now on it computes the "
+                    "micro-batches of this model one after another"
                 ) from None
             _warned(model, str(e))
     losses = []
