@@ -521,7 +521,7 @@ def with_states_later(model: Any) -> Any:
     return lambda output, batch: squares(output, batch) + (output["states"][0].square().mean() if model.later else 0)
 
 
-def asked_for_states(step: int) -> list[dict[str, Any]]:
+def wanting_states(step: int) -> list[dict[str, Any]]:
     """Whose states the model's hooks collect; transformers makes them in the first forward."""
     return [batch | {"output_hidden_states": True} for batch in unequal(step)]
 
@@ -571,7 +571,7 @@ def switch(model: Any, step: int) -> None:
         (dropping, inputs, plain, None, "draws random numbers"),
         (partial(with_head, False), inputs, plain, None, ""),
         (partial(with_head, True), inputs, plain, None, "something of head is read outside of it"),
-        (partial(untied, "llama"), asked_for_states, with_all_states, None, "is read in what comes after the blocks"),
+        (partial(untied, "llama"), wanting_states, with_all_states, None, "is read in what comes after the blocks"),
     ],
     ids=["labels before the blocks", "second micro-batch", "later step", "weights in the loss", "switch", "random",
          "head that never runs", "head read early", "states that hooks collect"],
