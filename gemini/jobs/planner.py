@@ -145,9 +145,15 @@ class Way:
         if settings.order != "bfs" or settings.accumulate == 1:
             return trace
         try:
-            return block_by_block(trace, settings.accumulate)
+            by_block = block_by_block(trace, settings.accumulate)
         except ValueError as e:
             raise JobError(f"--order bfs: {e}.") from e
+        if settings.config is not None and (why := _why_in_turn(settings)):
+            raise JobError(
+                f"--order bfs: {why}, so a run computes its micro-batches one after another. Plan it with --order dfs, "
+                "or change the config."
+            )
+        return by_block
 
     def plan(self) -> Plan:
         """Raises: BudgetExceeded: if it does not fit. JobError: for a rule that several ranks cannot share."""
@@ -367,9 +373,7 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
 
     asked, may_tile, too_large, fitting = way.settings, way.settings.tile_tokens == "auto", set[Any](), set[Any]()
     sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
-    config = find_config(asked.config or "", asked.layers).config.get_text_config()
-    in_turn = any("drop" in name and isinstance(value, float) and value for name, value in vars(config).items())
-    in_turn |= getattr(config, "output_router_logits", False)  # to whose loss every block adds
+    config, in_turn = find_config(asked.config or "", asked.layers).config.get_text_config(), _why_in_turn(asked)
     orders = [None if in_turn else asked.order]
     is_open = asked.fastest and asked.order is None and way.machine.hardware is not None
     if is_open and not (in_turn or asked.lora or hasattr(config, "router_aux_loss_coef")):  # they drop, TRL adds it
@@ -394,6 +398,18 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
                         break
         yield from found
         (fitting if found else too_large).add(order)
+
+
+def _why_in_turn(settings: PlanSettings) -> str:
+    """What in the model's config keeps ``train_step`` from going block by block; "" if nothing does."""
+    from gemini.jobs.models import find_config
+
+    config = find_config(settings.config or "", settings.layers).config.get_text_config()
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float) and value:
+            return f"{name} of the model is {value}, and what is dropped has another order block by block"
+    is_of_all = getattr(config, "output_router_logits", False)
+    return "output_router_logits of the model is on, and every block adds to that loss" if is_of_all else ""
 
 
 def _tiles(config: Any, tokens: int, *, only: bool) -> Iterator[int | str | None]:

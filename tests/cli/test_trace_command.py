@@ -76,6 +76,16 @@ def test_block_by_block_is_planned_with_no_sums_but_a_stages(
     refused(gemini_command("plan", tiny_config, *sizes), "--order bfs: ", "is read in more than one of its stages")
 
 
+def test_block_by_block_is_refused_where_a_run_computes_one_after_another(
+    gemini_command: Command, tmp_path: Path
+) -> None:
+    """What ``train_step`` would only warn of when the plan runs: dropout, and a loss of all blocks."""
+    sizes = ("--batch-size", 1, "--accumulate", 4, "--gpu", "2GiB", "--cpu", "64MiB")
+    config = llama_config(tmp_path / "llama.json", **FOUR_BLOCKS, attention_dropout=0.1)
+    refused(gemini_command("plan", config, *sizes, "--order", "bfs"), "attention_dropout of the model is 0.1", "dfs")
+    assert gemini_command.told("plan", config, *sizes, "--order", "dfs")["order"] == "dfs"
+
+
 @pytest.mark.slow
 def test_the_largest_llama_2_is_planned_on_a_workstation(gemini_command: Command) -> None:
     sizes = ("--gpu", "24GiB", "--cpu", "64GiB", "--nvme", "1TB", "--machine", "rtx4090")
