@@ -142,6 +142,11 @@ class Passing(_StandIn):
     def __init__(self, twin: nn.Module, *, num_given: int):
         super().__init__(twin)
         self.__dict__.update(num_given=num_given, seen=None, given=None)
+        # By these transformers counts the states of all blocks, and so sees which of them are another stage's.
+        collects = {
+            k: h for k, h in twin._forward_hooks.items() if getattr(h, "__name__", "") == "output_capturing_hook"
+        }
+        self._forward_hooks.update(collects)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

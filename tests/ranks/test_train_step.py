@@ -526,8 +526,15 @@ def wanting_states(step: int) -> list[dict[str, Any]]:
     return [batch | {"output_hidden_states": True} for batch in unequal(step)]
 
 
+def wanting_a_state(step: int) -> list[dict[str, Any]]:
+    """By number: that of the last block, and in the last step of another one."""
+    return [batch | {"output_hidden_states": 1 if step == 2 else 2} for batch in unequal(step)]
+
+
 def with_all_states(model: Any) -> Any:
-    return lambda output, batch: output.loss + sum(states.square().mean() for states in output.hidden_states)
+    return lambda output, batch: (
+        output.loss + sum(states.square().mean() for states in output.hidden_states if states is not None)
+    )
 
 
 def dropping() -> Any:
@@ -572,9 +579,11 @@ def switch(model: Any, step: int) -> None:
         (partial(with_head, False), inputs, plain, None, ""),
         (partial(with_head, True), inputs, plain, None, "something of head is read outside of it"),
         (partial(untied, "llama"), wanting_states, with_all_states, None, "is read in what comes after the blocks"),
+        (partial(untied, "llama"), wanting_a_state, with_all_states, None, "keeps something"),
     ],
     ids=["labels before the blocks", "second micro-batch", "later step", "weights in the loss", "switch", "random",
-         "head that never runs", "head read early", "states that hooks collect"],
+         "head that never runs", "head read early", "states that hooks collect",
+         "a state by its number"],
 )  # fmt: skip
 def test_another_way_than_that_of_the_first_micro_batch(
     make: Any, batches: Any, loss: Any, between: Any, why: str, tmp_path: Any
