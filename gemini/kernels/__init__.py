@@ -299,12 +299,21 @@ def sum_squares(src: Tensor) -> Sums:
     each NORM_LANES lanes that add every NORM_LANES-th square in order; lanes are added pairwise (16 apart, 8, 4, 2, 1),
     blocks in order inside a tile. Add the tiles with `total`, or `totals` where they may be on a device.
     """
-    (s,) = check("sum_squares", (("src", src, GRAD),))
-    if cuda := _cuda_for(src):
-        return cuda.sum_squares(src)
-    if _isa is not None and src.is_cpu:
-        return _native.sum_squares(_isa, s, _dtypes[src.dtype], src.numel())  # type: ignore[no-any-return]
-    return list(reference.sum_squares(src))
+    return sums_of([src])[0]
+
+
+def sums_of(many: Sequence[Tensor]) -> list[Sums]:
+    """`sum_squares` of each of these."""
+    found: list[Sums] = []
+    for src in many:
+        # Gradients that leave a device come through here: what is as it should be is found so at one look.
+        if not (src.dtype in GRAD and src.dim() == 1 and src.is_contiguous()):
+            check("sum_squares", (("src", src, GRAD),))
+        if _isa is not None and src.is_cpu:
+            found.append(_native.sum_squares(_isa, src.data_ptr(), _dtypes[src.dtype], src.numel()))
+        else:
+            found.append(cuda.sum_squares(src) if (cuda := _cuda_for(src)) else list(reference.sum_squares(src)))
+    return found
 
 
 def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:

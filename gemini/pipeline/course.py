@@ -170,7 +170,7 @@ def _kept_by(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Any]:
     return {
         name: {
             key: mark
-            for key, mark in marks_of(module).items()
+            for key, mark in marks_of([module])[0].items()
             if not (key in module._buffers and is_in(f"{name}.", blocks))
         }
         for name, module in model.named_modules()

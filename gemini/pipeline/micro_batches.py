@@ -100,7 +100,7 @@ def _losses_of(model: nn.Module, parts: list[Mapping[str, Any]], loss: Loss | No
 
     stages = _stages_for(model, parts, loss) if len(parts) > 1 else "one micro-batch"
     if not isinstance(stages, str):
-        before = [*map(marks_of, model.modules())]
+        before = marks_of([*model.modules()])
         try:
             foresight = model.__dict__["_gemini_engine"].store.manager.foresight
             with foresight.scope(foresight.of_stages([stage.chunks for stage in stages])):
@@ -108,7 +108,7 @@ def _losses_of(model: nn.Module, parts: list[Mapping[str, Any]], loss: Loss | No
                 return breadth_first(model, stages, parts, own_losses, nullcontext, rounds=True)
         except Strayed as e:
             _seen_of(model).strayed = str(e)
-            if e.has_begun or before != [*map(marks_of, model.modules())]:
+            if e.has_begun or before != marks_of([*model.modules()]):
                 raise Strayed(
                     f"{e}. Its gradients are dropped: call train_step() again. From now on it computes the "
                     "micro-batches of this model one after another"

@@ -351,7 +351,7 @@ class Observer:
         self._begin_backward()
         self._calls.begin_backward(record)
         inner = self._inner
-        if inner is None or self._calls.running or not record.is_around(inner):
+        if inner is None or self._calls.running or record not in inner.around():
             self._inner, self._path = record, path  # else one tensor is the result of both, and the inner one is first
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:

@@ -87,8 +87,8 @@ def test_weights_of_the_next_layers_come_while_this_one_computes(tmp_path: Path,
 @pytest.mark.parametrize("room", [6, 12])
 def test_gradients_leave_while_the_next_ones_are_computed(room: int, tmp_path: Path, summary: Any) -> None:
     """Where windows leave them room. With that of six layers of eight, backward needs all of them still when it begins:
-    at first each gradient has to land before it goes on. Else those of a layer leave together: of the last one behind
-    all that is computed.
+    at first each gradient has to land before it goes on. Else those of a layer leave together, and of the last one as
+    they come: one behind all that is computed.
     """
     told = step(room, tmp_path)
     leaving = [copy for copy in copies(told, "device to host") if copy.num_bytes == OF_LAYER // 2]  # and no sums
@@ -96,4 +96,4 @@ def test_gradients_leave_while_the_next_ones_are_computed(room: int, tmp_path: P
     assert len(leaving) == 2 * NUM_LAYERS
     beside = [len(overlapping(gradient, computed)) for gradient in leaving]
     summary(f"room for {room} layers: copies of gradients, each beside so many of {len(computed)} products: {beside}")
-    assert sum(number > 0 for number in beside) >= (2 * NUM_LAYERS - 2 if room > NUM_LAYERS else NUM_LAYERS)
+    assert sum(number > 0 for number in beside) >= (2 * NUM_LAYERS - 1 if room > NUM_LAYERS else NUM_LAYERS)

@@ -33,7 +33,7 @@ from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.devices.cuda_windows import SMALL, CopyStream, CudaEvent, CudaWindow, WindowMemory
-from gemini.memory.devices.device import Device, Event
+from gemini.memory.devices.device import Device, Event, copy_each
 from gemini.memory.devices.pages import PAGE, Window, host_bytes
 from gemini.memory.devices.pinned import PinnedArena
 from gemini.memory.system import memory_nodes, node_of_pci
@@ -68,7 +68,7 @@ class CudaDevice(Device):
         self._of_thread = _OfThread()
         # By storage: a copy finds the window whose memory it touches, to wait for the last use of it.
         self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
-        self._computing: dict[int, torch.cuda.Stream] = {}
+        self.computing: dict[int, torch.cuda.Stream] = {}
         self._memory = WindowMemory(self)
         self._was_refused = False  # host memory, by the driver: it is told once
         self._before = 0  # bytes of tensors that were there before the model
@@ -217,8 +217,12 @@ class CudaDevice(Device):
         with self.lock, torch.cuda.device(self.torch_device), WHOLE:  # as in `copy`
             on, in_flight = self._copy_stream(stream, behind_computing=True)
             with torch.cuda.stream(on):
-                for into, source in pairs:
-                    call_without_grad(into.copy_, source, non_blocking=True)
+                try:
+                    call_without_grad(copy_each, pairs, non_blocking=True)
+                except BaseException:
+                    # Some are under way, and who gave the pairs lets go of them.
+                    CudaEvent(self.torch_device, on, "a copy").wait_until_over()
+                    raise
             event = CudaEvent(self.torch_device, on, "a copy")
             in_flight.append((event, [tensor for pair in pairs for tensor in pair if not tensor.is_cuda]))
         return event
@@ -275,7 +279,7 @@ class CudaDevice(Device):
         return torch.cuda.current_stream(self.torch_device).cuda_stream
 
     def computes_here(self) -> None:
-        if self.stream_number() not in self._computing:  # known ones stay known, so this needs no lock
+        if self.stream_number() not in self.computing:  # known ones stay known, so this needs no lock
             self.computing_streams()
 
     @contextmanager
@@ -318,7 +322,7 @@ class CudaDevice(Device):
         with self.lock:
             copying, self._copying = self._copying, {}
         try:
-            if copying or self._computing:
+            if copying or self.computing:
                 self.synchronize()  # computing too: windows may have gone without giving their blocks back in order
         finally:
             for streams in copying.values():
@@ -333,13 +337,13 @@ class CudaDevice(Device):
             if not self._of_thread.is_beside:
                 stream = torch.cuda.current_stream(self.torch_device)
                 # Kept for good: a stream that has computed once may still have work that reads a window.
-                self._computing.setdefault(stream.cuda_stream, stream)
-            return list(self._computing.values())
+                self.computing.setdefault(stream.cuda_stream, stream)
+            return list(self.computing.values())
 
     def new_stream(self) -> torch.cuda.Stream:
         """One that nothing of this device runs on: torch hands out a few dozen in turn, and then the first again."""
         with self.lock:
-            taken = self._own | set(self._computing)
+            taken = self._own | set(self.computing)
             stream = torch.cuda.Stream(self.torch_device)
             # Once around all that torch has; then two share one, which costs time and no correctness.
             for _ in range(_STREAMS_OF_TORCH):

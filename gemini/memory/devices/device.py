@@ -9,7 +9,7 @@ by name (:func:`register_device`). All waits are bounded, and a failed copy surf
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -102,6 +102,12 @@ DONE = Event()
 DONE.finish()
 
 
+def copy_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, non_blocking: bool = False) -> None:
+    """Copy the second tensor of each pair into the first."""
+    for into, source in pairs:
+        into.copy_(source, non_blocking=non_blocking)
+
+
 class Device(ABC):
     """The processor that runs forward and backward. Any thread may copy and mark; windows are the training thread's."""
 
@@ -111,6 +117,10 @@ class Device(ABC):
     frames: FramePool | None = None
     keeps_windows: bool = False
     """Whether memory that windows were given is theirs for good: nothing else can have it where they leave it free."""
+    stream_number: Callable[[], int] = int
+    """Gives a number of the calling thread's stream, where a device has several. In C: it is asked in every hook."""
+    computing: Container[int] = (0,)
+    """Numbers of streams that are known to compute: :meth:`computes_here` has nothing to do on them."""
 
     @abstractmethod
     def make_window(self, num_bytes: int) -> Window:
@@ -179,8 +189,17 @@ class Device(ABC):
         """
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str) -> Event:
-        """:meth:`copy` for each (into, source), alike, contiguous, ``kept`` and in no window: the end of all."""
-        return AllOf([self.copy(into, source, stream, kept=True) for into, source in pairs])
+        """:meth:`copy` for each (into, source), alike, contiguous, ``kept`` and in no window: the end of all. Where one
+        cannot be begun, those before it are over when that is raised.
+        """
+        begun: list[Event] = []
+        try:
+            for into, source in pairs:
+                begun.append(self.copy(into, source, stream, kept=True))
+        except BaseException:
+            AllOf(begun).wait_until_over()
+            raise
+        return AllOf(begun)
 
     def host_sums(self, areas: Sequence[torch.Tensor]) -> Callable[..., tuple[Event, Event, Any]] | None:
         """Lands gradients that the host has to add, through these areas of host memory, which nobody else uses.
@@ -208,10 +227,6 @@ class Device(ABC):
 
     def computes_here(self) -> None:  # noqa: B027 - most devices compute on the calling thread
         """The calling thread's stream is one that computes: it is about to read a window."""
-
-    def stream_number(self) -> int:
-        """A number of the calling thread's stream, where a device has several."""
-        return 0
 
     def mark(self) -> Event:
         """Complete when everything that the computing stream was given so far is done."""

@@ -67,6 +67,10 @@ class Schedule:
         # Several reads inside one moment do not move on.
         if self.place is None or (self.place >= 0 and index in self._needs[self.place]):
             return
+        following = self.place + 1
+        if following < len(self._needs) and index in self._needs[following]:  # as planned
+            self.place = following
+            return
         start = self._next_start(index, self.place)
         if start is None or start - self.place > LOOK_AHEAD:
             # The place stays: one strange read, and the next one may be as planned again.

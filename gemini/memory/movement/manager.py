@@ -61,7 +61,7 @@ class Homes:
         self.gather, self.upcoming = mover.gather, foresight.upcoming
 
     def follow(self) -> None:
-        """Do nothing: only ranks have something behind a gather."""
+        """Is never called: only ranks, which fetch in order, have something behind a gather."""
 
 
 class Manager:
@@ -115,7 +115,8 @@ class Manager:
         elif chunk.spec.index in self._overtaken:
             self.refresh_lent()
         # At every acquire, not at the first one alone: this thread may compute on another stream than the one before.
-        self.let_compute_wait(chunk)
+        if chunk.fetched is not DONE or self.device.stream_number() not in self.device.computing:
+            self.let_compute_wait(chunk)
         if chunk.use is not Use.COMPUTE:
             chunk.step(UseChange.ACQUIRE)
             # It is read again in this step, so its gradients are not all that is left of it.
@@ -125,11 +126,12 @@ class Manager:
         if chunk.pins == 1 and chunk.window is not None:
             # At the first pin alone: nested calls of one chunk are one use of the schedule.
             self.foresight.acquired(chunk.spec.index)
-            try:
-                self.source.follow()
-            except Exception:
-                self.release(chunk)  # refused: the caller has no pin that it could give back
-                raise
+            if self.source.in_order:
+                try:
+                    self.source.follow()
+                except Exception:
+                    self.release(chunk)  # refused: the caller has no pin that it could give back
+                    raise
         self._clock += 1  # counts acquires: the order of last uses, for the policy
         chunk.last_use = self._clock
 
@@ -322,14 +324,16 @@ class Manager:
     def _await_arrival(self, chunk: Chunk) -> None:
         """Take a fetch ahead as it is, and let computing wait for it; one that failed is tried again here and now."""
         arriving = self.ahead[chunk.spec.index]
-        if not arriving.is_complete():
+        arrived = arriving.went_well()
+        if not arrived and not arriving.is_complete():
             # The lane waits for the update of this chunk. Waiting here moves that update to the front, and tells its
             # error where it belongs.
             chunk.settle()
             # Ranks take gathers in the order in which all of them post them.
             if not self.source.in_order:
                 self._transfers.thread(arriving.lane).hurry(arriving)
-        arrived = self._transfers.wait(arriving, *self._what(chunk)) is None
+        if not arrived:
+            arrived = self._transfers.wait(arriving, *self._what(chunk)) is None
         try:
             if arrived and chunk.fetched is not DONE:
                 self._wait_on_device(chunk)
@@ -480,7 +484,8 @@ class Manager:
         return cause, f"wait for chunk {index}", index
 
     def _end_ahead(self, chunk: Chunk) -> None:
-        _forget_if_over(chunk)
+        if chunk.fetched is not DONE:
+            _forget_if_over(chunk)
         self.ahead.pop(chunk.spec.index, None)
 
     def _count_arrival(self, chunk: Chunk) -> None:

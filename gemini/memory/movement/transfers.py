@@ -344,6 +344,10 @@ class Transfer(Job):
         """Whether it is done, and its copies are. Never blocks."""
         return self.is_complete() and self.copies.is_complete()
 
+    def went_well(self) -> bool:
+        """Whether it is done, copies nothing any more, and nothing went wrong: at one look, no also where unknown."""
+        return self._done.is_set and self._error is None and self.copies is DONE
+
     def is_done_in(self, timeout: float) -> bool:
         """Block until its job is done, for ``timeout`` seconds at most."""
         return self._done.wait(timeout)

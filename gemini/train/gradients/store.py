@@ -89,6 +89,9 @@ class _Flight(Transfer):
     def is_over(self) -> bool:
         return self.begin is None and self.landed.is_complete()
 
+    def went_well(self) -> bool:
+        return self.begin is None and self.landed is DONE
+
     def give_back(self) -> None:
         # The memory before its bytes: who finds these free allocates.
         self.grads.clear()
@@ -134,6 +137,7 @@ class _GradPlace(NamedTuple):
     lost: torch.Tensor | None = None  # what rounding a sum to view or summed loses, where that is kept
     home: torch.Tensor | None = None  # in the plane, where that holds what leaves the device, which copies to it
     summed: torch.Tensor | None = None  # in the plane, where the host reaches all of it
+    of_chunk: int = 0  # bytes of the plane
 
 
 class GradientStore:
@@ -179,13 +183,21 @@ class GradientStore:
         adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
         if handle.leftover is Leftover.ZEROS and not adding:
             flat = flat + 0.0  # onto zeros, as torch adds it: of -0.0 that makes 0.0
+        # Looked up once: the same range of the same plane in every step, until the planes change.
+        place, flight = handle.chunk.prepared.get(handle), self.gathering
+        if place is None:
+            place = handle.chunk.prepared[handle] = self._place_of(handle)
+        if flight is not None and flight.begin is not None and flight.of is handle.chunk:
+            # What those of a chunk have in common was looked at with the first.
+            if place.home is not None and not adding and flight.stream == self._device.stream_number():
+                flight.grads.append((handle, flat, place.home))
+                handle.norm_sums = []  # it is there; its sums come with the copies
+                if not num_to_come:
+                    flight.begin_copies()
+                return
         # Clipped before and added to now: what is there gets its factor, and the new gradient has none.
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
-        # Looked up once: the same range of the same plane in every step, until the planes change.
-        place = handle.chunk.prepared.get(handle)
-        if place is None:
-            place = handle.chunk.prepared[handle] = self._place_of(handle)
         if place.view is None:
             self._leave(handle, flat, place, adding, num_to_come)
         elif place.lost is not None or adding:
@@ -204,7 +216,7 @@ class GradientStore:
         # Its planes hold just the gradient, and a copy there is not waited for where it is begun.
         is_same = not rest and home.dtype == handle.view.dtype and self._device.copies_beside(home)
         lost, summed = rest[0] if rest else None, home if self._behind else None
-        return _GradPlace(None, lost, home if is_same else None, summed)
+        return _GradPlace(None, lost, home if is_same else None, summed, chunk.planes[GRAD].num_bytes)
 
     def _leave(
         self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool, num_to_come: int
@@ -214,21 +226,14 @@ class GradientStore:
         # Where no kernel leaves sums on the device, only the host makes them without being waited for.
         straight = place.home is not None and not adding and (flat.is_cpu or kernels.leaves_sums_there(flat))
         if (flight := self.gathering) is not None and flight.begin is not None:
-            if straight and flight.of is chunk and flight.stream == self._device.stream_number():
-                flight.grads.append((handle, flat, place.home))
-                handle.norm_sums = []  # it is there; its sums come with the copies
-                if not num_to_come:
-                    flight.begin_copies()
-                return
             flight.begin_copies()
-        if self.landing:
-            self._reap()
-        by_host = place.summed is not None and self._land_by_host is not None and self._by_worker.is_complete()
-        if straight or by_host:
+        by_host = not straight and place.summed is not None and self._land_by_host is not None
+        if straight or (by_host and self._by_worker.is_complete()):
             with WHOLE:  # what is reserved, and held by nothing yet, would stay taken
-                of_all = chunk.planes[GRAD].num_bytes
-                waits = straight and num_to_come > 0 and self._is_held(chunk, of_all, NOBODY)
-                num_bytes = of_all if waits else flat.nbytes * self._is_held(chunk, flat.nbytes)
+                if self.landing:
+                    self._reap()
+                waits = straight and num_to_come > 0 and self._is_held(chunk, place.of_chunk, NOBODY)
+                num_bytes = place.of_chunk if waits else flat.nbytes * self._is_held(chunk, flat.nbytes)
                 held = Held(self._ledger, self._device.tier, num_bytes, HOLDER)
                 flight = _Flight(chunk, held, self._device.stream_number())
                 flight.grads.append((handle, flat, place.home))
@@ -246,6 +251,8 @@ class GradientStore:
                 if self.synchronous or not self._behind:
                     self.drain()
             return
+        if self.landing:
+            self._reap()
         if self._staging is not None:
             with WHOLE:
                 if self._is_held(chunk, flat.nbytes):
@@ -270,10 +277,11 @@ class GradientStore:
             self._device.synchronize()  # somebody else waits for them, and what made them may be under way
 
         def begin() -> Event:
-            for handle, flat, _ in flight.grads:
-                handle.norm_sums = kernels.sum_squares(flat)
+            handles, flats, homes = zip(*flight.grads, strict=True)
+            for handle, sums in zip(handles, kernels.sums_of(flats), strict=True):
+                handle.norm_sums = sums
             # Kept by the landing: on a GPU its memory is free with it, and not behind whatever is copied later.
-            return self._device.copy_all([(home, flat) for _, flat, home in flight.grads], "evict")
+            return self._device.copy_all([*zip(homes, flats, strict=True)], "evict")
 
         self._begin(flight, begin)
 
@@ -295,11 +303,13 @@ class GradientStore:
         name = f"land gradients of chunk {index}"
         try:
             flight.left = flight.landed = self._mover.under_way(Tier.GPU, Tier.CPU, num_bytes, begin, name, index)
-        except BaseException:
+        except BaseException as e:
             for handle, *_ in flight.grads:
                 handle.norm_sums = None  # what there is of it may be torn
             self._transfers.end(flight)
-            raise
+            if isinstance(e, GeminiError | torch.OutOfMemoryError) or not isinstance(e, Exception):
+                raise
+            raise GeminiError(f"gradients of {flight.of.name} did not leave {self._device.name}: {e}") from e
 
     def _leave_to_worker(self, handle: ParamHandle, flat: torch.Tensor, adding: bool) -> None:
         """Let the lane's thread land a gradient, whose bytes are reserved."""
@@ -349,7 +359,7 @@ class GradientStore:
         """
         before = len(self.landing)
         for first in list(self.landing.values()):
-            if not first.is_over() or first.outcome():
+            if not first.went_well() and (not first.is_over() or first.outcome()):
                 break
             self._transfers.end(first)
         return len(self.landing) < before

@@ -57,14 +57,12 @@ class CallRecord:
         # Nodes of this thread are numbered in the order of their creation: what is older was given to the call.
         self.first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
-    def is_around(self, other: CallRecord) -> bool:
-        """Whether ``other`` is this call or one inside it."""
-        record: CallRecord | None = other
-        while record:
-            if record is self:
-                return True
-            record = record.parent
-        return False
+    def around(self) -> list[CallRecord]:
+        """This call and those around it, the innermost first."""
+        calls = [self]
+        while parent := calls[-1].parent:
+            calls.append(parent)
+        return calls
 
     def on_gradient(self, output: Any, begin: Callable[[torch.Tensor], None]) -> None:
         """Call ``begin`` when the gradient of a result of this call arrives, for each tensor in what it gave. What it
@@ -115,9 +113,10 @@ class Calls:
 
     def thread_of(self, record: CallRecord) -> int | None:
         """Return the thread whose running forward a call is part of, if it is part of one."""
+        around = set(record.around())
         # Copies: other threads end their calls meanwhile.
         for thread, stack in list(self.running.items()):
-            if any(call is record or call.is_around(record) for call in list(stack)):
+            if not around.isdisjoint(stack.copy()):
                 return thread
         return None
 
@@ -131,12 +130,15 @@ class Calls:
             for record in self._waiting:
                 self._release_all(record.chunks)
         # Noted only when all is there, so that an error leaves no call that would have to be ended.
-        self._acquire_all(chunks)
+        if chunks:
+            self._acquire_all(chunks)
         kept: tuple[Chunk, ...] = ()
         if keep:
-            with contextlib.suppress(BudgetExceeded):  # else each module inside gathers what it reads
+            try:
                 self._acquire_all(keep)
                 kept = keep
+            except BudgetExceeded:
+                kept = ()  # each module inside gathers what it reads
         for chunk in chunks + kept:
             self._expose(chunk)
         stack = self.running.setdefault(threading.get_ident(), [])
@@ -202,10 +204,10 @@ class Calls:
 
     def begin_backward(self, record: CallRecord) -> None:
         """Gather what the backward of a call reads, as its gradient has arrived, and let go of calls that are over."""
-        staying = []
+        staying, around = [], record.around()
         for other in self._reading:
             # By the rule above: any other call was made later, and all its nodes have run.
-            if other.is_around(record) or record.is_around(other):
+            if other in around or record in other.around():
                 staying.append(other)
             else:
                 self._release_all(other.chunks)
@@ -215,10 +217,11 @@ class Calls:
 
     def _read(self, record: CallRecord) -> None:
         """Gather what the backward of a call reads; where there is no room now, a node gathers what it asks for."""
-        # Appended inside: a call that could not be gathered is not one to be released later.
-        with contextlib.suppress(BudgetExceeded):
+        try:
             self._acquire_all(record.chunks)
-            self._reading.append(record)
+        except BudgetExceeded:
+            return  # a call that could not be gathered is not one to be released later
+        self._reading.append(record)
 
     def relieve(self, want: Want) -> bool:
         """Let go of what is only kept for the rest of a backward, or for modules that this thread may call in a
@@ -287,4 +290,4 @@ def passes_of(ref: weakref.ref[Any]) -> Any:
 
 def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Tensor) -> None:
     """Tell the passes of a model that the gradient of a result of a call has arrived."""
-    passes_of(ref).backward.begin_of(record)
+    (ref() or passes_of(ref)).backward.begin_of(record)

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -166,8 +167,8 @@ class SavedWeights:
         index = chunk.spec.index
         if (own := self._own_references.get(index)) is None:
             return False
-        num_references = _num_references(chunk.face.untyped_storage()._cdata)
-        return num_references > own and num_references > own + _num_attached(self._handles[index])
+        num_others = _num_references(chunk.face.untyped_storage()._cdata) - own
+        return num_others > 0 and num_others > _num_attached(self._handles[index])
 
     # ---- when the hooks are open ---------------------------------------------------------------------------------
 
@@ -299,12 +300,11 @@ class SavedWeights:
         face = chunk.face
         with self._lock:
             is_pinned = chunk.pins > 0  # as nearly always: backward keeps what the call reads that this node is of
-            if is_pinned and chunk.fetched is DONE:
-                self._manager.device.computes_here()
-            elif is_pinned:
-                self._manager.let_compute_wait(chunk)
-            else:
+            device = self._manager.device
+            if not is_pinned:
                 self._manager.acquire(chunk)
+            elif chunk.fetched is not DONE or device.stream_number() not in device.computing:
+                self._manager.let_compute_wait(chunk)
             try:
                 # Made while it is pinned: then the window may go, and from here on the view itself keeps it.
                 return torch.empty(0, dtype=dtype, device=face.device).set_(face.untyped_storage(), *at)
@@ -362,10 +362,12 @@ def _refusing_in_our_words(error_message: str) -> Iterator[None]:
 patch("torch.autograd.graph.disable_saved_tensors_hooks", _refusing_in_our_words)
 
 
+_is_poisoned = attrgetter("poisoned")
+
 _num_references: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 """Counts the tensors over a storage, of whomever."""
 
 
 def _num_attached(handles: list[ParamHandle]) -> int:
     """Count the params that are views of their window now; the others' content is NaN."""
-    return [handle.poisoned for handle in handles].count(False)
+    return len(handles) - sum(map(_is_poisoned, handles))

@@ -90,7 +90,8 @@ class Exposure:
             assert is_resident or chunk.pins, chunk.name
             written = expose(self._by_chunk[index])
             self._exposed.add(index)
-            self._note(chunk, written)
+            if written:
+                self._note(chunk, written)
 
     def cover(self, chunk: Chunk) -> None:
         """Count one reader less of a chunk that moves, and guard it after the last: no other read goes unnoticed."""
@@ -101,7 +102,8 @@ class Exposure:
         if not self._num_readers[index]:
             del self._num_readers[index]
             self._covered.add(index)
-            if self.hide(chunk):  # a write, refused when everything has been let go: the copy may go
+            self._exposed.discard(index)
+            if self._hide(self._by_chunk[index]):  # a write, refused when everything has been let go: the copy may go
                 self._manager.drop([chunk])
 
     def withdraw(self, chunk: Chunk) -> None:
@@ -124,12 +126,12 @@ class Exposure:
 
     def look_for_writes(self, chunk: Chunk) -> None:
         """Notice writes to guarded params, through views that somebody has: refused when that can be done."""
-        self._note(chunk, written_to(self._by_chunk[chunk.spec.index]))
+        if written := written_to(self._by_chunk[chunk.spec.index]):
+            self._note(chunk, written)
 
     def _note(self, chunk: Chunk, written: list[ParamHandle]) -> None:
-        if written:
-            self.written += written
-            self._manager.drop([chunk])  # a copy that differs from its home
+        self.written += written
+        self._manager.drop([chunk])  # a copy that differs from its home
 
     def refuse(self, written: list[ParamHandle]) -> None:
         """Refuse to update weights that others have written to: nothing is updated yet."""

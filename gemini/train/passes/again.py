@@ -74,7 +74,7 @@ class Beginning:
         self._modules, self.draws, self._backward_number = [*model.modules()], draws, backward_number
         self._given = tree_leaves(batch)
         self._versions = [*map(_version, self._given)]
-        self._kept = [*map(marks_of, self._modules)]
+        self._kept = marks_of(self._modules)
 
     def change(self, batch: Any, backward_number: int) -> str:
         """Say what is not as it was, or may not be; nothing if the forward can begin again."""
@@ -87,9 +87,9 @@ class Beginning:
         if backward_number != self._backward_number:
             return "a backward has run in it"
         ours = own_hooks(self._modules[0])
-        for module, before in zip(self._modules, self._kept, strict=True):
+        for module, before, marks in zip(self._modules, self._kept, marks_of(self._modules), strict=True):
             name = type(module).__name__
-            if (marks := marks_of(module)) != before:
+            if marks != before:
                 changed = [key for key in marks.keys() | before.keys() if marks.get(key) != before.get(key)]
                 return f"it has changed {' and '.join(sorted(changed))} of a {name}"
             # torch counts no writes to it; nn.BatchNorm counts its batches itself.
@@ -111,17 +111,20 @@ def own_hooks(model: nn.Module) -> set[int]:
     return {hook.id for hook in vars(model)["_gemini_hooks"] if hasattr(hook, "id")}
 
 
-def marks_of(module: nn.Module) -> dict[str, Any]:
-    """Marks of a module's attributes and buffers, to tell other ones. References would keep activations alive that
-    it keeps itself, so their identities do.
+def marks_of(modules: list[nn.Module]) -> list[dict[str, Any]]:
+    """Marks of modules' attributes and buffers, to tell other ones. References would keep activations alive that they
+    keep themselves, so their identities do.
     """
-    found: dict[str, Any] = {}
-    for name in vars(module).keys() - _OF_TORCH:  # in C: this is for every module, before every forward
-        value = vars(module)[name]
-        found[name] = id(value), len(value) if isinstance(value, _CONTAINERS) else 0
-    for name, buffer in module._buffers.items():
-        found[name] = id(buffer), _version(buffer)
-    return found
+    marks: list[dict[str, Any]] = []
+    for module in modules:
+        found, own = dict[str, Any](), vars(module)
+        for name in own.keys() - _OF_TORCH:  # in C: this is for every module, before every forward
+            value = own[name]
+            found[name] = id(value), len(value) if isinstance(value, _CONTAINERS) else 0
+        for name, buffer in own["_buffers"].items():
+            found[name] = id(buffer), _version(buffer)
+        marks.append(found)
+    return marks
 
 
 class Again:

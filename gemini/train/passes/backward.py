@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
+from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
 from gemini.train.gradients import scaling
 from gemini.train.gradients.store import refuse_grad
@@ -26,6 +28,7 @@ from gemini.waiting import PROGRESS
 
 _OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id
+_is_trained = attrgetter("trained")
 _NONE = -2
 """No backward: autograd's own number for that is -1."""
 
@@ -51,6 +54,9 @@ class BackwardPass:
         """Params whose gradients this backward has begun to land, each as often as one came."""
         self.num_landed = 0
         self.adds = False  # whether there were gradients of an earlier backward when those of this one began to land
+        self._last: Chunk | None = None
+        """The chunk of several params whose gradients came last in the backward before. They leave as they come: behind
+        it nothing is computed while they are copied."""
         self.landed_before: Counter[ParamHandle] = Counter()
         """Gradients that are not added again: a backward that broke off, and is made once more, has landed them."""
         self._works: Callable[[], Any] = lambda: None
@@ -90,7 +96,7 @@ class BackwardPass:
         self._exposure.begin()
         for chunk in self._chunks:
             # Counted anew in every backward: an interrupted one leaves a count that no gradient would bring to zero.
-            chunk.num_missing_grads = sum([handle.trained for handle in self._params.by_chunk[chunk.spec.index]])
+            chunk.num_missing_grads = sum(map(_is_trained, self._params.by_chunk[chunk.spec.index]))
         if self._activations.offloads:
             self._activations.flights.begin_backward()
 
@@ -130,6 +136,7 @@ class BackwardPass:
             self._calls.end_backward()  # nothing is read any more: room for what is still to be reduced
         if self.gradients.gathering is not None:
             self.gradients.gathering.begin_copies()  # of a chunk of which some param has no gradient in this backward
+        self._last = next((own.chunk for own in reversed(self.arrived) if len(own.chunk.spec.slots) > 1), None)
         # Before the phase ends: the sink asks `takes_gradients`, which ends with it.
         self.sink.end_backward()
         self.end()
@@ -186,7 +193,8 @@ class BackwardPass:
                 self.gradients.homes.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
             self.arrived.append(handle)
             # With others of its chunk, except where it would count as added before that is so (`landed_before`).
-            self.gradients.land(handle, grad, 0 if self.adds else chunk.num_missing_grads - 1)
+            alone = self.adds or chunk is self._last
+            self.gradients.land(handle, grad, 0 if alone else chunk.num_missing_grads - 1)
             self.num_landed += 1
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:

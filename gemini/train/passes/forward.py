@@ -112,14 +112,15 @@ class ForwardPass:
         if self._activations.offloads and not state.in_backward:
             self._activations.begin_forward()
         # Moving weights is no part of a transform around the model: inside one, copies would be recorded and batched.
-        with without_transforms(self.lock):
+        with self.lock if innermost_transform() is None else without_transforms(self.lock):
             if not state.computing:
                 self._begin()
             for recording in self.observers.recordings:
                 recording.begin_call(module)
             try:
                 # What is in place and still being updated is waited for here, by the block that reads it.
-                self.exposure.catch_up(resident)
+                if resident:
+                    self.exposure.catch_up(resident)
                 # Not while others are in the model (they need room as well), nor where every module is watched.
                 if len(self.calls.running) > 1 or self.observers.are_there:
                     keep = ()
@@ -163,9 +164,10 @@ class ForwardPass:
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed; None if it never began. Takes the lock."""
         try:
-            with without_transforms(self.lock):
+            with self.lock if innermost_transform() is None else without_transforms(self.lock):
                 record = self.calls.end(module)
-                self._end_if_over()
+                if not self.calls.running:
+                    self._end_if_over()
                 for recording in self.observers.recordings:
                     recording.end_call()
                 if record and record.parent:

@@ -276,7 +276,7 @@ def _pre(ref: weakref.ref[Passes], chunks: Chunks, resident: Chunks, keep: Chunk
     """Make the hook that begins the call of a module. It runs on the thread that calls the module."""
 
     def pre(module: nn.Module, args: Any) -> None:
-        passes: Passes = passes_of(ref)
+        passes: Passes = ref() or passes_of(ref)
         if keep and not chunks and not is_entrance and passes.forward.observers.are_there:
             return  # it keeps nothing then, and has no other reason to be hooked
         state = passes.state
@@ -326,7 +326,7 @@ def _post(ref: weakref.ref[Passes]) -> Post:
     """Make the hook that ends the call of a module, and notices when its backward begins."""
 
     def post(module: nn.Module, args: Any, output: Any) -> Any:
-        passes: Passes = passes_of(ref)
+        passes: Passes = ref() or passes_of(ref)
         record = passes.forward.end_call(module)
         if not record or output is None:
             return None
