@@ -504,8 +504,8 @@ def test_the_quickest_number_of_kept_blocks_is_reached_where_steps_are_uneven(
         def __init__(self, base: float, gain: float, kept: int = 0):
             self.base, self.gain, self.kept = base, gain, kept
 
-        def changed(self, kept_blocks: int | None = None) -> Any:
-            return Played(self.base, self.gain, kept_blocks or 0)
+        def keeping(self, number: int) -> Any:
+            return Played(self.base, self.gain, number)
 
         def plan(self) -> Any:
             return self
