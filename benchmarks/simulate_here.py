@@ -122,8 +122,9 @@ def record(args: argparse.Namespace, folder: Path) -> Any:
     roomy = {Tier.CPU: 2**40, Tier.NVME: 2**20}
     model, optimizer = wrap(args, roomy, "auto", folder, overlap=False)
     batch = make_batch(args)
-    with gemini.MemoryTracer(model, skip=1) as tracer:
-        for _ in range(2 + args.steps * 2):
+    one_step(model, optimizer, batch, clips=False)
+    with gemini.MemoryTracer(model) as tracer:
+        for _ in range(1 + args.steps * 2):
             one_step(model, optimizer, batch, clips=False)
     return tracer.trace
 

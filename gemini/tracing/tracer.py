@@ -40,25 +40,19 @@ class MemoryTracer:
         trace: the MemoryTrace. Also after the block.
     """
 
-    def __init__(self, model: nn.Module, *, skip: int = 0):
-        """``skip``: whole steps to let pass before one is recorded.
-
-        Raises:
-            TypeError: for what is no module.
-            ValueError: without params.
-        """
+    def __init__(self, model: nn.Module):
+        """Raises TypeError for what is no module, ValueError for one without params."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"MemoryTracer records an nn.Module, got {type(model).__name__}")
         if next(model.parameters(), None) is None:
             raise ValueError(f"{type(model).__name__} has no params: there is nothing to trace")
         self._model = model
-        self._skip = skip
         self._recorder: _Recorder | None = None
 
     def __enter__(self) -> MemoryTracer:
         if self._recorder is not None and self._recorder.is_on:
             raise GeminiError("this MemoryTracer is recording already: make one for each block")
-        self._recorder = _Recorder(self._model, self._skip)
+        self._recorder = _Recorder(self._model)
         self._recorder.start()
         return self
 
@@ -97,16 +91,15 @@ class MemoryTracer:
 
 
 class _Recorder(Observer):
-    """Counts the operations of the first whole step after ``skip`` others, and times the steps after it."""
+    """Counts the operations of the first whole step, and times the steps after it."""
 
-    def __init__(self, model: nn.Module, skip: int):
+    def __init__(self, model: nn.Module):
         self.engine: Engine | None = model.__dict__.get("_gemini_engine")
         device = next(model.parameters()).device if self.engine is None else self.engine.store.device.torch_device
         super().__init__(model, make_target("cuda" if device.type == "cuda" else "cpu"), free_gradients=False)
         self.is_on = False
         self.recorded: ObservedStep | None = None
         self.timed: list[ObservedStep] = []
-        self._skip = skip
         self._as_python: Any = None  # what keeps compiled code from running while operations are counted
 
     def start(self) -> None:
@@ -131,7 +124,7 @@ class _Recorder(Observer):
         """The one place where the meter can come and go."""
         if self.recorded is not None:
             self._end_counting()
-        elif not self._skip and self.meter is None:
+        elif self.meter is None:
             if any(map(is_compiled, self.model.modules())):
                 self._as_python = torch.compiler.set_stance("force_eager")
             self.make_meter().__enter__()
@@ -145,9 +138,7 @@ class _Recorder(Observer):
             stance.__exit__(None, None, None)
 
     def take_step(self, step: ObservedStep) -> None:
-        if self._skip:
-            self._skip -= 1
-        elif self.recorded is None:
+        if self.recorded is None:
             self.recorded = step
         else:
             self.timed.append(step)
