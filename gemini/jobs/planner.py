@@ -148,11 +148,8 @@ class Way:
             by_block = block_by_block(trace, settings.accumulate)
         except ValueError as e:
             raise JobError(f"--order bfs: {e}.") from e
-        if settings.config is not None and (why := _why_in_turn(settings)):
-            raise JobError(
-                f"--order bfs: {why}, so a run computes its micro-batches one after another. Plan it with --order dfs, "
-                "or change the config."
-            )
+        if why := settings.config and _why_in_turn(settings):
+            raise JobError(f"--order bfs: {why}. A run would compute one micro-batch after another: plan --order dfs.")
         return by_block
 
     def plan(self) -> Plan:

@@ -143,10 +143,9 @@ class Passing(_StandIn):
         super().__init__(twin)
         self.__dict__.update(num_given=num_given, seen=None, given=None)
         # By these transformers counts the states of all blocks, and so sees which of them are another stage's.
-        collects = {
-            k: h for k, h in twin._forward_hooks.items() if getattr(h, "__name__", "") == "output_capturing_hook"
-        }
-        self._forward_hooks.update(collects)
+        for key, hook in twin._forward_hooks.items():
+            if getattr(hook, "__name__", "") == "output_capturing_hook":
+                self._forward_hooks[key] = hook
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
