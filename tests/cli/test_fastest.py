@@ -23,7 +23,7 @@ from transformers import AutoConfig, LlamaConfig, MixtralConfig
 
 import gemini
 from gemini.errors import BudgetExceeded, parse_bytes
-from gemini.jobs import planner
+from gemini.jobs import JobError, planner
 from gemini.jobs.planner import Traces, Way, choose
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.train_options import Parser, options_of, precision_of
@@ -524,3 +524,17 @@ def test_the_quickest_number_of_kept_blocks_is_reached_where_steps_are_uneven(
     status: Any = SimpleNamespace(update=lambda words: None)
     best: Any = choose(way, status)[0]
     assert (best.gain, best.kept) == (1, blocks)
+
+
+def test_a_job_asks_for_the_quickest_step(tmp_path: Path) -> None:
+    """As a program does; and not with what is another step, or known to no machine."""
+    model = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
+    words = ["--model_name_or_path", str(model), "--dataset_name", "DATA", "--use_cpu", "--fastest"]
+    config = options_of(Parser("sft").read([*words, "--machine", "rtx4090"])).config
+    assert (config.step, config.kept_blocks, config.offload_activations) == ("fastest", "auto", "auto")
+    assert config.hardware == load_hardware("rtx4090")
+    with pytest.raises(JobError, match="--fastest needs --machine: it compares seconds"):
+        options_of(Parser("sft").read(words))
+    for other in (["--order", "bfs"], ["--activations", "1GiB"], ["--use_peft"], ["--tp", "2"]):
+        with pytest.raises(JobError, match=f"--fastest does not go with {other[0]}"):
+            options_of(Parser("sft").read([*words, "--machine", "rtx4090", *other]))
