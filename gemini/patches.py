@@ -45,6 +45,7 @@ HOOKS = {
     ),
     "torch._dynamo.trace_rules.add": "our hooks inside of code that others compile run as they are",
     "atexit.register": "threads of ours end before the interpreter goes",
+    "os.register_at_fork": "a forked child has neither memory nor threads of a model: each use of it is refused there",
 }
 """Where somebody tells us of what happens in the process."""
 
@@ -56,10 +57,10 @@ def patch(place: str, value: Any) -> None:
     setattr(resolve_name(owner), name, value)
 
 
-def register(place: str, function: Any) -> Any:
-    """Give ``function`` to one of :data:`HOOKS`; returns it, so that this decorates too."""
+def register(place: str, function: Any, argument: str = "") -> Any:
+    """Give ``function`` to one of :data:`HOOKS`, as ``argument`` of it; returns it, so that this decorates too."""
     assert place in HOOKS, f"{place} is not in the table"
-    resolve_name(place)(function)
+    resolve_name(place)(*(() if argument else (function,)), **({argument: function} if argument else {}))
     return function
 
 

@@ -159,7 +159,8 @@ class Engine:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # At the end of the interpreter the system takes everything back, and torch and this module may be half gone.
-        if not is_finalizing() and hasattr(self, "adoption"):
+        # A forked child has nothing to give back: threads, pages and files are its parent's.
+        if not is_finalizing() and hasattr(self, "adoption") and not self.state.occupancy.is_forked:
             with _disable_current_modes():  # garbage is collected in the middle of anything, of fake tensors too
                 self.close()
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from types import FrameType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.kernels import ClipFactor
+from gemini.patches import register
 from gemini.waiting import GIVE_UP_LOOKS, PROGRESS, is_running
 
 P = ParamSpec("P")
@@ -43,6 +44,8 @@ class Occupancy:
         self._queue: set[object] = set()  # one for each wait to enter: who comes to be alone later comes after it
         self._parked: set[int] = set()
         """Threads that wait to be alone for a backward inside of a forward, and parts that wait to enter."""
+        self.is_forked = False  # whether this is a copy of it in a forked child
+        _of_process.add(self)
 
     def enter(self, *, is_part: bool = False) -> None:
         """Begin a forward, when nobody is alone any more; nothing inside of what this thread has begun already."""
@@ -199,6 +202,24 @@ class Occupancy:
                     f"model ({names}): forwards of several threads run at once, but a backward, a step, a save or a "
                     "load runs alone. Let no thread wait, inside of one, for another that needs the model"
                 )
+
+
+_of_process: weakref.WeakSet[Occupancy] = weakref.WeakSet()
+
+
+@partial(register, "os.register_at_fork", argument="after_in_child")
+def _refuse_in_child() -> None:
+    """Let every way into a model of the parent raise, at no cost for those of the process that has it."""
+    for occupancy in _of_process:
+        vars(occupancy).update(is_forked=True, enter=_refuse, begin_alone=_refuse, inside={}, _alone={})
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise GeminiError(
+        "a managed model is used in a process that was forked from the one that wrapped it, as workers of a DataLoader "
+        "are: memory and threads are not there. Use it in the process that wrapped it (DataLoader(num_workers=0), if "
+        "a dataset or collate_fn calls it), or wrap a model of its own in a process that was spawned"
+    )
 
 
 class _Mark(NamedTuple):
