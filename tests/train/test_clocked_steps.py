@@ -29,6 +29,13 @@ def test_a_step_takes_what_the_simulator_says(case: Case, tmp_path: Path, summar
     assert told.starved <= told.foreseen + 0.03 * told.clocked
 
 
+def test_an_update_is_chosen_when_it_can_begin(tmp_path: Path, summary: Any) -> None:
+    """Not while the one before it runs: of what is read first the gradient comes last, and it lands meanwhile."""
+    told = clocked(CASES[2]._replace(layers=8), tmp_path)
+    summary(f"nothing is queued for {told.starved:.3f} s of {told.clocked:.3f} s, {told.foreseen:.3f} s are foreseen")
+    assert told.starved <= told.foreseen + 0.01 * told.clocked
+
+
 @pytest.mark.parametrize("kept", [2, 8])
 def test_a_kept_block_leaves_and_comes_back_while_others_compute(kept: int, tmp_path: Path, summary: Any) -> None:
     """Two blocks of eight are hidden as a whole, and nobody computes them again; of all, the link takes longer than

@@ -196,7 +196,7 @@ class JobThread:
         with self._lock:
             return self._pop() if self._waiting else None
 
-    def _pop(self) -> Job:
+    def _pop(self) -> Job | None:
         """Take the most urgent of the jobs that wait, or which one a worker of its own kind takes. Under the lock."""
         return heapq.heappop(self._waiting)[2]
 

@@ -105,7 +105,6 @@ class UpdateWorker(JobThread):
         self._mover, self.books = mover, books
         self._free, self._free_on_device = list(slots), list(device_slots)
         self._has_all_cores = False
-        self._ahead: UpdateJob | None = None  # taken, and waiting for its gradients to be there
         self._tiles: Iterator[tuple[UpdateJob, Tile]] | None = None
         self._next: tuple[UpdateJob, Tile] | None = None
         self._reading: deque[tuple[UpdateJob, Tile]] = deque()  # tiles that have begun, the oldest first
@@ -176,17 +175,12 @@ class UpdateWorker(JobThread):
         """The next tile of the job at hand, else of the next job; None if there is none to begin now."""
         while True:
             if self._tiles is None:
-                job = self._ahead or self._take()
+                job = self._take()
                 if job is None:
                     return None
                 assert isinstance(job, UpdateJob)
-                if job is not self._ahead:
-                    self._open[job] = None  # from here on whatever goes wrong ends it: somebody waits
-                    kernels.set_flush_mode(job.flush_mode)
-                if (self._reading or self._writing) and not job.is_there:
-                    self._ahead = job  # what has begun is ended first: the device may take its time with this one
-                    return None
-                self._ahead = None
+                self._open[job] = None  # from here on whatever goes wrong ends it: somebody waits
+                kernels.set_flush_mode(job.flush_mode)
                 self._check(job)
                 # Before its first tile is cut: then fetches out of the home are over, and a checkpoint has the chunk.
                 job.observers.before_write(job.chunk)
@@ -204,16 +198,22 @@ class UpdateWorker(JobThread):
                 return found
             self._tiles = None
 
-    def _pop(self) -> Job:
+    def _pop(self) -> Job | None:
         """Take the most urgent of the jobs whose gradients are there; else the one that was handed over first. Whoever
-        launches is far ahead of a device: the update that is needed first may have gradients that come last.
+        launches is far ahead of a device: the update that is needed first may have gradients that come last. None while
+        what has begun had better go first.
         """
-        by_urgency = sorted(self._waiting)
-        there = (entry for entry in by_urgency if isinstance(entry[2], UpdateJob) and entry[2].is_there)
-        chosen = next(there, None) or min(by_urgency, key=itemgetter(1))
-        self._waiting.remove(chosen)
+        jobs = (job for _, _, job in sorted(self._waiting) if isinstance(job, UpdateJob))
+        there = next((job for job in jobs if job.is_there), None)
+        # The device may take its time with gradients; and of what is updated in place nothing is brought, so to begin
+        # it early gains nothing, while those of a more urgent one may come.
+        may_wait = there is None or there.update.path not in (Path.STAGED, Path.STREAMED)
+        if self._reading and may_wait or self._writing and there is None:
+            return None
+        job = there or min(self._waiting, key=itemgetter(1))[2]
+        self._waiting = [entry for entry in self._waiting if entry[2] is not job]
         heapq.heapify(self._waiting)
-        return chosen[2]
+        return job
 
     def _check(self, job: UpdateJob) -> None:
         """Wait for gradients on their way home, and look at those that nobody has looked at, once they are there."""
@@ -298,7 +298,7 @@ class UpdateWorker(JobThread):
             self._give_back(tile)
         self._reading.clear()
         self._writing.clear()
-        self._tiles = self._next = self._ahead = None
+        self._tiles = self._next = None
         self._open = {}
         for job in ended:
             # Last: everything is as it will stay.
