@@ -15,7 +15,7 @@ import torch
 import gemini
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.cuda_windows import CudaEvent, LastUses
-from gemini.memory.devices.device import DONE
+from gemini.memory.devices.device import DONE, make_device
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.devices.pinned import PinnedArena
 from gemini.memory.movement import manager
@@ -35,6 +35,7 @@ def train(where: str, path: Path) -> tuple[list[str], Counter[str]]:
     """Races of some steps, and what they asked for."""
     from tests.fakegpu import computing
 
+    make_device("cuda")  # the first one of a process tries its kernels, on numbers of three weights
     before = computing.counts()
     model = gpu_cases.wrap(Blocks(4), where, path)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
