@@ -25,10 +25,11 @@ GOAL, LANDED, IDLE = 0.05, 0.9, 0.01
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32, help="of the model's 32")
+    parser.add_argument("--only", default="", help="steps whose name has this in it")
     add_out(parser)
     chosen = parser.parse_args()
     rows, off, slow, more = [], 0, 0, 0
-    for case in CASES:
+    for case in (case for case in CASES if chosen.only in str(case)):
         case = case._replace(layers=chosen.layers)
         with tempfile.TemporaryDirectory() as folder:
             told = clocked(case, Path(folder))

@@ -107,6 +107,7 @@ CASES = (
     Case("h100", H100, 16384, offload="cpu", how=INSIDE),
     Case("rtx4090", RTX4090, 8192, offload="cpu", kept=8),
     Case("rtx5090", RTX5090, 8192, offload="cpu", kept=16),
+    Case("h100", H100, 16384, batches=4),
 )
 
 
