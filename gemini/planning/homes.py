@@ -16,7 +16,7 @@ from gemini.planning.placement import Placement, Problem, spread_evenly
 from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
 from gemini.planning.program import Row, solve
 from gemini.planning.traffic import Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
-from gemini.tiers import DRIVE, FILED, Boundary, Tier
+from gemini.tiers import DRIVE, FILED, Tier
 
 FINE = 120
 """Chunks up to which the planes of a state are placed apart; beyond, one chunk's states are one item."""
@@ -73,11 +73,6 @@ def cheapest_homes(
     for choice in chosen:
         homes[choice.chunk].update(choice.homes)
     return Placement(tuple(homes), frozenset(choice.chunk for choice in chosen if choice.streamed))
-
-
-def _track(boundary: Boundary) -> str:
-    """The track of a move: of a drive both directions at once, as what it reads it does not write."""
-    return boundary.outer.value if boundary.outer.in_files else boundary.way.figure
 
 
 class _Choices:
@@ -169,7 +164,8 @@ class _Choices:
                 moved[boundary] += repeats * num_bytes
         seconds: dict[str, float] = {}
         for boundary, num_bytes in moved.items():
-            track = _track(boundary)
+            # Of a drive both directions at once, as what it reads it does not write.
+            track = boundary.outer.value if boundary.outer.in_files else boundary.way.figure
             seconds[track] = seconds.get(track, 0.0) + speeds.seconds(boundary, num_bytes)
         chunk = problem.layout.chunks[index]
         if chunk.trainable:

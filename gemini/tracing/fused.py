@@ -124,10 +124,6 @@ class _HeadLoss(torch.autograd.Function):
         return (*ctx.saved_tensors, None)
 
 
-def _mlp(module: Any, x: torch.Tensor) -> Any:
-    return module.down_proj(_SwiGLU.apply(module.gate_proj(x), module.up_proj(x)))
-
-
 def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **how: Any) -> Any:
     return _Rope.apply(q, k, cos, sin)
 
@@ -156,7 +152,7 @@ def with_kernels(model: nn.Module, kernels: str | None) -> Iterator[None]:
             f"{', '.join(FAMILIES)} with silu"
         )
     for layer in whole.model.layers:
-        layer.mlp.forward = partial(_mlp, layer.mlp)
+        layer.mlp.forward = partial(lambda m, x: m.down_proj(_SwiGLU.apply(m.gate_proj(x), m.up_proj(x))), layer.mlp)
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.forward = partial(lambda norm, x: _Norm.apply(x, norm.weight), norm)
     whole.model.norm.forward = partial(lambda norm, x: _Norm.apply(x, norm.weight), whole.model.norm)

@@ -216,9 +216,8 @@ def _refuse_in_child() -> None:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise GeminiError(
-        "a managed model is used in a process that was forked from the one that wrapped it, as workers of a DataLoader "
-        "are: memory and threads are not there. Use it in the process that wrapped it (DataLoader(num_workers=0), if "
-        "a dataset or collate_fn calls it), or wrap a model of its own in a process that was spawned"
+        "a managed model is used in a process that was forked from the one that wrapped it, as DataLoader workers are. "
+        "Use it where it was wrapped (DataLoader(num_workers=0)), or wrap another model in a process that was spawned"
     )
 
 
