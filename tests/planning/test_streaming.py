@@ -10,7 +10,7 @@ from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, stack_plan
 from traces import decoder_trace
 
 from gemini.errors import BudgetExceeded, PlanMismatch
-from gemini.jobs.plan_report import Report, describe, screen
+from gemini.jobs.plan_report import Report, planned, screen
 from gemini.jobs.planner import Machine
 from gemini.jobs.screen import say
 from gemini.jobs.settings import PlanSettings
@@ -247,15 +247,15 @@ def shown(report: Report) -> list[str]:
 
 def test_the_report_says_how_much_is_streamed_and_what_that_holds() -> None:
     made = plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement(updates_on_gpu=0.5))
-    asked = PlanSettings(), Machine(dict(made.problem.budgets), {}, None, GPU, 1, 1), SMALL
-    told = describe(*asked, made)
+    asked = PlanSettings(), Machine(dict(made.problem.budgets), {}, None, GPU, 1, 1)
+    told = planned(*asked, made, None)
     assert told["held"]["gpu"]["staging"] == made.problem.device_staging
     assert sum(told["held"]["gpu"].values()) == made.bytes_per_tier[GPU]
     params = sum(made.layout.chunks[i].payload for i in made.placement.streamed)
     assert told["streamed"] == params == told["update"]["gpu"] and told["update"]["cpu"] == SMALL.num_params - params
     (line,) = [line for line in shown(told) if line.startswith("  of it streamed")]
     assert f"{params / SMALL.num_params:.0%}" in line
-    without = describe(*asked, plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement()))
+    without = planned(*asked, plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement()), None)
     assert without["streamed"] == 0 and "staging" not in without["held"]["gpu"]
     assert not any("streamed" in line for line in shown(without))
 
