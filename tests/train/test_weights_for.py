@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -136,6 +137,33 @@ def test_adapters_merged_and_apart(method: str, tmp_path: Path) -> None:
     for name, value in plain.state_dict().items():
         wanted.setdefault(value.data_ptr(), (name, value))
     assert_same(found, dict(wanted.values()))
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]], ids="-".join)
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapters_of_tied_weights_are_merged(method: str, targets: list[str], tmp_path: Path) -> None:
+    """Wherever they are: the weight has one name, and the sums that PEFT makes of all of them."""
+
+    def config() -> peft.PeftConfig:
+        how: Any = {"use_dora": method == "dora", "task_type": "CAUSAL_LM"}
+        return peft.LoraConfig(r=4, target_modules=["q_proj", *targets], **how)
+
+    model = trained(wrap(tmp_path, model=peft_cases.maker(config, tied=True)()))
+    found = {name: value.clone() for name, value in gemini.weights_for(model)}
+    plain = model.merge_and_unload().state_dict()
+    assert plain.pop("lm_head.weight").data_ptr() == plain["model.embed_tokens.weight"].data_ptr()
+    assert_same(found, plain)
+
+
+def test_a_saved_module_leaves_the_weight_that_it_was_tied_to(tmp_path: Path) -> None:
+    """PEFT trains a copy of the embedding, and the head keeps what both had."""
+
+    def config() -> peft.PeftConfig:
+        return peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
+
+    model = trained(wrap(tmp_path, model=peft_cases.maker(config, tied=True)()))
+    found = {name: value.clone() for name, value in gemini.weights_for(model)}
+    assert_same(found, model.merge_and_unload().state_dict())
 
 
 def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:

@@ -189,6 +189,7 @@ class _Weight(NamedTuple):
     name: str
     num_bytes: int
     read: Callable[[], torch.Tensor]
+    ties: tuple[str, ...] = ()  # the other names of a param
 
 
 def weights_for(
@@ -261,8 +262,8 @@ def _entries(model: nn.Module, by_names: ByName) -> Iterator[_Weight]:
             yield _Weight(name, value.nbytes, partial(value.detach().to, "cpu"))
         elif handle is not None and handle not in seen:
             seen.add(handle)
-            numel = torch.Size(handle.whole_shape).numel()
-            yield _Weight(name, numel * handle.chunk.flat.itemsize, partial(_whole, by_names, handle))
+            numel, ties = torch.Size(handle.whole_shape).numel(), handle.names[1:]
+            yield _Weight(name, numel * handle.chunk.flat.itemsize, partial(_whole, by_names, handle), ties)
 
 
 def _whole(by_names: ByName, handle: ParamHandle) -> torch.Tensor:
@@ -278,27 +279,37 @@ def _merged(entries: Iterator[_Weight], model: nn.Module, by_names: ByName) -> I
     layers = {name: module for name, module in model.named_modules() if is_tuner_layer(module)}
     instead = (_OF_BASE, f".modules_to_save.{getattr(model, 'active_adapter', 'default')}.", ".token_adapter.")
     for entry in entries:
-        parts, plain, read = entry.name.split("."), entry.name.removeprefix(_BASE), entry.read
-        around = [name for name in map(".".join, (parts[:end] for end in range(len(parts)))) if name in layers]
-        if plain == entry.name or ".original_module." in entry.name:
+        names = [n for n in (entry.name, *entry.ties) if n.startswith(_BASE) and ".original_module." not in n]
+        if not names:
             continue
-        if around:
+        around, places = list[str](), list[tuple[Any, str]]()
+        # Of tied weights each layer may have an adapter, and PEFT adds all of them to the one weight.
+        for name in names:
+            parts = name.split(".")
+            around = [path for path in map(".".join, (parts[:end] for end in range(len(parts)))) if path in layers]
             # The innermost: what is not of its base layer is of the adapter.
-            if not entry.name.startswith(around[-1] + _OF_BASE):
-                continue
-            read = partial(_merge, layers[around[0]], parts[-1], by_names)
+            if around and name.startswith(around[-1] + _OF_BASE):
+                places.append((layers[around[0]], parts[-1]))
+        if around and not places:
+            continue
+        plain, read = names[0].removeprefix(_BASE), partial(_merge, places, by_names) if places else entry.read
         for known in instead:
             plain = plain.replace(known, ".")
         yield _Weight(plain.replace(_OF_BASE, "."), entry.num_bytes, read)
 
 
-def _merge(layer: Any, name: str, by_names: ByName) -> torch.Tensor:
-    """Let PEFT merge a copy of one layer, of which nothing is managed: a param of its base layer."""
-    made = _ordinary(layer, by_names)
-    for part in filter(is_tuner_layer, made.modules()):  # one may be around another, for another param
-        part.merged_adapters = list(part.merged_adapters)
-        call_without_grad(part.merge)
-    value: torch.Tensor = made.get_base_layer().get_parameter(name).detach()
+def _merge(places: list[tuple[Any, str]], by_names: ByName) -> torch.Tensor:
+    """Let PEFT merge copies of layers, of which nothing is managed: the param of their base layers by these names."""
+    value: torch.Tensor | None = None
+    for layer, name in places:
+        made = _ordinary(layer, by_names)
+        if value is not None:
+            made.get_base_layer().get_parameter(name).data = value
+        for part in filter(is_tuner_layer, made.modules()):  # one may be around another, for another param
+            part.merged_adapters = list(part.merged_adapters)
+            call_without_grad(part.merge)
+        value = made.get_base_layer().get_parameter(name).detach()
+    assert value is not None
     return value
 
 
