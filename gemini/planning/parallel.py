@@ -301,16 +301,10 @@ def play_mesh(
             raise BudgetExceeded(f"{where}: {e}") from e
         timeline = simulate(plan, hardware, schedule=schedule, mesh=sizes)
         stages.append(StageOutcome((start, stop), plan, timeline))
-    return MeshOutcome(
-        sizes,
-        micro_batches,
-        order,
-        tuple(stages),
-        trace.tokens * micro_batches * sizes.shards,
-        *_waits(
-            stages, _costs(trace, hardware, grid), grid, micro_batches * (LOOPS if order == "bfs" else 1), boundary
-        ),
-    )
+    turns = micro_batches * (LOOPS if order == "bfs" else 1)
+    waits = _waits(stages, _costs(trace, hardware, grid), grid, turns, boundary)
+    tokens = trace.tokens * micro_batches * sizes.shards
+    return MeshOutcome(sizes, micro_batches, order, tuple(stages), tokens, *waits)
 
 
 def _waits(

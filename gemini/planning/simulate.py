@@ -179,10 +179,12 @@ def simulate(
         MissingFigure: if the hardware lacks a value; the message names it and what needs it.
         PlanMismatch: if the plan's trace has no work in it, the plan needs a tier or more memory than the machine has,
             or is for another number of ranks.
-        ValueError: for an unknown schedule, or for clipping with gradients that are not kept.
+        ValueError: for an unknown schedule, fewer threads than one, or clipping with gradients that are not kept.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(map(repr, SCHEDULES))}")
+    if update_threads is not None and update_threads < 1:
+        raise ValueError(f"update_threads={update_threads}: it is at least 1, or None for as many as are quickest")
     if clipping and plan.problem.gradients == "transient":
         raise ValueError('clipping needs the gradients of the whole model, and gradients="transient" keeps none')
     clips, ranks = plan.problem.gradients != "transient" if clipping is None else clipping, plan.layout.ranks

@@ -352,23 +352,16 @@ def model_class_for(config: Any) -> Any:
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
-        named = getattr(transformers, name, None)
-        if named is not None and "labels" in inspect.signature(named.forward).parameters:
-            return named
-    masked = not getattr(config, "is_decoder", False)
-    order = [
-        ("SEQ_TO_SEQ_CAUSAL_LM", bool(getattr(config, "is_encoder_decoder", False))),
-        ("SPEECH_SEQ_2_SEQ", bool(getattr(config, "is_encoder_decoder", False))),
-        ("MASKED_LM", masked),
-        ("CAUSAL_LM", True),
-        ("IMAGE_CLASSIFICATION", True),
-        ("CTC", True),
-        ("AUDIO_CLASSIFICATION", True),
-        ("SEQUENCE_CLASSIFICATION", True),
-    ]
-    for kind, applies in order:
+        # A config may name what is none: an auto class has no forward, nor has a function.
+        forward = getattr(getattr(transformers, name, None), "forward", None)
+        if forward is not None and "labels" in inspect.signature(forward).parameters:
+            return getattr(transformers, name)
+    kinds = ["SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"] if getattr(config, "is_encoder_decoder", False) else []
+    kinds += [] if getattr(config, "is_decoder", False) else ["MASKED_LM"]
+    kinds += ["CAUSAL_LM", "IMAGE_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION", "SEQUENCE_CLASSIFICATION"]
+    for kind in kinds:
         mapping = getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", None)
-        if applies and mapping is not None and type(config) in mapping:
+        if mapping is not None and type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, (tuple, list)) else found
     raise ValueError(

@@ -50,6 +50,15 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("named", ["AutoModel", "LlamaConfig", "pipeline", "NoSuchModel"])
+def test_an_architecture_that_is_no_model_is_passed_over(named: str) -> None:
+    assert model_class_for(transformers.LlamaConfig(architectures=[named])) is transformers.LlamaForCausalLM
+    with pytest.raises(
+        ValueError, match=rf"CLIPTextConfig has no model class with a loss .*{named}.*: pass model_class="
+    ):
+        model_class_for(transformers.CLIPTextConfig(architectures=[named]))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_alone_is_enough_for_a_trace(name: str) -> None:
     made, kind, shapes, tokens = CASES[name]
