@@ -9,7 +9,7 @@ from torch import nn
 from gemini.planning.layout import ChunkSpec
 from gemini.planning.planes import compute_itemsize
 from gemini.planning.trace import MemoryTrace, Phase, Source, accesses
-from gemini.train.modules.reading import params_read_by
+from gemini.train.modules.reading import Structure, params_read_by
 from gemini.train.setup.problem import collect_params, structural_trace
 from tests.models import FAMILIES
 
@@ -54,7 +54,24 @@ def reserved_without_a_trace(model: nn.Module, chunk_of: Callable[[nn.Parameter]
     return largest
 
 
-MODELS = {**FAMILIES, "holder": Holder, "lora": lora, "linear": lambda: nn.Linear(3, 4)}
+class Twice(nn.Module):
+    """A module under two names of one parent, and none under a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.decoder = self.encoder
+        self.register_module("bridge", None)
+
+
+MODELS = {**FAMILIES, "holder": Holder, "lora": lora, "linear": lambda: nn.Linear(3, 4), "twice": Twice}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_params_have_all_their_names(name: str) -> None:
+    model = MODELS[name]()
+    found = [name for param in Structure(model).params for name in param.names]
+    assert sorted(found) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
 
 
 @pytest.mark.parametrize("name", MODELS)

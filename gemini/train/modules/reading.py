@@ -98,7 +98,6 @@ class Structure:
         for name, param in own.items():
             self._names.setdefault(id(param), (param, []))[1].append(prefix + name)
             (self.adapters if in_adapter else self._base).add(id(param))
-        is_tuner = is_tuner_layer(module)
         if is_called:
             read = tuple(params_read_by(module))
             self.visits.append(CalledModule(path, module, read, around, id(module) in self._called))
@@ -110,14 +109,16 @@ class Structure:
             is_called = False
             self.read_as_a_whole = True
         has_params = bool(own)
-        is_around_base = is_tuner or is_a(type(module), "AuxiliaryTrainingWrapper")
-        for name, child in module.named_children():
+        is_around_base = is_tuner_layer(module) or is_a(type(module), "AuxiliaryTrainingWrapper")
+        # Not `named_children`, which gives a module that has two names here under the first alone.
+        for name, child in module._modules.items():
+            if child is None:
+                continue
             if is_around_base:
                 of_adapter = name not in ("base_layer", "original_module")
             else:
                 of_adapter = in_adapter or (name == "prompt_encoder" and is_a(type(module), "PeftModel"))
-            below = self._visit(prefix + name, child, around, in_adapter=of_adapter, is_called=is_called)
-            has_params = has_params or below
+            has_params |= self._visit(prefix + name, child, around, in_adapter=of_adapter, is_called=is_called)
         if has_params:
             self.holders.add(id(module))
         return has_params
