@@ -303,8 +303,7 @@ def play_mesh(
         stages.append(StageOutcome((start, stop), plan, timeline))
     turns = micro_batches * (LOOPS if order == "bfs" else 1)
     waits = _waits(stages, _costs(trace, hardware, grid), grid, turns, boundary)
-    tokens = trace.tokens * micro_batches * sizes.shards
-    return MeshOutcome(sizes, micro_batches, order, tuple(stages), tokens, *waits)
+    return MeshOutcome(sizes, micro_batches, order, tuple(stages), trace.tokens * micro_batches * sizes.shards, *waits)
 
 
 def _waits(
