@@ -50,7 +50,6 @@ STATES = {
     "Sgd": 1,
     "PlainSgd": 0,
     "Lion": 1,
-    "Adan": 4,
 }
 
 

@@ -69,7 +69,6 @@ def methods() -> dict[str, Method]:
         "LOMO": Method(3e-2, lomo, of(optim.PlainSGDRule, gradients="transient")),
         "AdaLomo": Method(3e-3, lambda p, lr: optim.AdaLomo(p, lr=lr), of(optim.AdaLomoRule)),
         "Adafactor, adopted": Method(1e-3, lambda p, lr: adopted().make(p, lr=lr), of(adopted)),
-        "Adan": Method(3e-4, lambda p, lr: optim.Adan(p, lr=lr), of(optim.AdanRule)),
         "Muon": Method(
             3e-4,
             lambda p, lr: optim.Muon(p, lr=lr, adjust_lr="match_rms_adamw"),

@@ -109,25 +109,6 @@ struct Lion {
     }
 };
 
-// `has_before` is 0 in the first update, where there is no gradient before this one; `decay` is done before the step
-// (weight decay as in AdamW), `shrink` after it (the proximal one of the paper), and the other one is 1.
-struct Adan {
-    static constexpr int kStates = 4;
-    static constexpr int kSquares = kNotCompact;
-    float beta1, c1, beta2, c2, beta3, c3, has_before, neg_step, neg_step_diff, inv_sqrt_bc3, eps, decay, shrink, grad_scale;
-
-    template <class F>
-    GEMINI_RULE void update(F& p, F g, F& m, F& d, F& n, F& before) const {
-        const F diff = (g - before) * has_before;
-        m = m * beta1 + g * c1;
-        d = d * beta2 + diff * c2;
-        const F u = g + diff * beta2;
-        n = n * beta3 + (u * c3) * u;
-        p = (p * decay + (m * neg_step + d * neg_step_diff) / (root(n) * inv_sqrt_bc3 + eps)) * shrink;
-        before = g;
-    }
-};
-
 // Not a step: a moving average of the master, which stays as it is. `fresh` is 1 where it begins as the master.
 struct Average {
     static constexpr int kStates = 1;
@@ -156,7 +137,7 @@ struct Arrays {
 #if !defined(__CUDACC_RTC__)  // the rest is for the host
 
 enum class RuleKind : int {
-    adamw, adam, sgd, plain_sgd, lion, adan, average
+    adamw, adam, sgd, plain_sgd, lion, average
 };
 
 // The scalars of an update of any rule: which one it is, and its numbers in the order of its struct.
@@ -177,7 +158,7 @@ struct Scalars {
 };
 
 inline Scalars make_scalars(const std::string& name, const std::vector<float>& values) {
-    const char* const names[] = {"adamw", "adam", "sgd", "plain_sgd", "lion", "adan", "average"};
+    const char* const names[] = {"adamw", "adam", "sgd", "plain_sgd", "lion", "average"};
     const auto found = std::find(std::begin(names), std::end(names), name);
     Scalars made{};
     made.kind = static_cast<RuleKind>(found - std::begin(names));
@@ -215,7 +196,6 @@ void with_rule(const Scalars& scalars, const Arrays& arrays, Use use) {
         case RuleKind::sgd: return use(scalars.as<Sgd>(n));
         case RuleKind::plain_sgd: return use(scalars.as<PlainSgd>(n));
         case RuleKind::lion: return use(scalars.as<Lion>(n));
-        case RuleKind::adan: return use(scalars.as<Adan>(n));
         case RuleKind::average: return use(scalars.as<Average>(n));
     }
 }

@@ -31,7 +31,7 @@ struct Launch {
     uint32_t dithers[kMaxSegments];  // of compact states
     int64_t first_block[kMaxSegments + 1];  // of each segment; the last one is the number of all
 };
-static_assert(sizeof(Launch<Adan>) <= 4096, "arguments of a kernel");
+static_assert(sizeof(Launch<Adam<true>>) <= 4096, "arguments of a kernel");
 
 #if defined(__CUDACC__)
 using Sixteen = uint4;

@@ -347,7 +347,7 @@ class PlanSettings(_Step):
     schedule: str = opt(_MACHINE, "serial: with overlap=False.", "overlapped", choices=("overlapped", "serial"))
     json: bool = opt(_OUTPUT, "Print JSON, and nothing else, on stdout.", False)
     picture: tuple[Path, ...] = opt(
-        _OUTPUT, "Draw the step: .png, .svg, .json. Repeat for more.", (), type=new_file, action="append"
+        _OUTPUT, "Draw the step: .png or .svg. Repeat for more.", (), type=new_file, action="append"
     )
     out: Path | None = opt(_OUTPUT, "A JSON file for the plan: what `sft --plan` takes.", type=new_file)
     alternatives: bool = opt(

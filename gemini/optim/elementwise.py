@@ -1,4 +1,4 @@
-"""Update rules that take one element after the other: SGD, Lion and Adan, beside Adam in gemini.rules.
+"""Update rules that take one element after the other: SGD and Lion, beside Adam in gemini.rules.
 
 ``update`` of each defines its bits, in torch lines; the native kernels (csrc/rules.h, one text for CPU and CUDA) leave
 the same.
@@ -6,7 +6,6 @@ the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from gemini.planning.rules import RULES
-from gemini.rules import ElementwiseRule, Hyper, States, Where, exact_sqrt, kernel_scalars
+from gemini.rules import ElementwiseRule, Hyper, States, Where, kernel_scalars
 
 # ---- SGD -------------------------------------------------------------------------------------------------------------
 
@@ -125,58 +124,3 @@ class LionRule(ElementwiseRule):
         sign = (u > 0).float() - (u < 0).float()
         master.mul_(s.decay).add_(sign * s.neg_lr)
         m.mul_(s.beta2).add_(g * s.c2)
-
-
-# ---- Adan ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AdanRule(ElementwiseRule):
-    """Adan (Xie et al., 2022, arXiv:2208.06677). The betas are those of the authors' code, which are 1 minus those in
-    the paper. Weight decay is the proximal step of the paper, or with ``no_prox`` that of AdamW. The previous gradient,
-    which is a state, is the clipped one.
-    """
-
-    spec = RULES["adan"].spec
-    hypers: ClassVar[Mapping[str, Hyper]] = {
-        "lr": Hyper(1e-3, "learning rate."),
-        "betas": Hyper(
-            (0.98, 0.92, 0.99), "decay rates of the averages of gradients, of their differences, and of squares."
-        ),
-        "eps": Hyper(1e-8, "added to the denominator."),
-        "weight_decay": Hyper(0.0, "weight decay, as a proximal step."),
-        "no_prox": Hyper(False, "use decoupled weight decay instead, as in AdamW."),
-    }
-
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
-        (beta1, beta2, beta3), lr = map(float, group["betas"]), float(group["lr"])
-        decay, no_prox = lr * float(group["weight_decay"]), group["no_prox"]
-        return kernel_scalars(
-            "adan",
-            beta1=beta1,
-            c1=1.0 - beta1,
-            beta2=beta2,
-            c2=1.0 - beta2,
-            beta3=beta3,
-            c3=1.0 - beta3,
-            has_before=0.0 if step == 1 else 1.0,
-            neg_step=-lr / (1.0 - beta1**step),
-            neg_step_diff=-lr * beta2 / (1.0 - beta2**step),
-            inv_sqrt_bc3=1.0 / math.sqrt(1.0 - beta3**step),
-            eps=float(group["eps"]),
-            decay=1.0 - decay if no_prox else 1.0,
-            shrink=1.0 if no_prox else 1.0 / (1.0 + decay),
-            grad_scale=grad_scale,
-        )
-
-    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
-        s, (m, d, n, before) = scalars, (states[spec.kind] for spec in self.spec.planes)
-        g = grad.float() * s.grad_scale
-        diff = (g - before) * s.has_before
-        m.mul_(s.beta1).add_(g * s.c1)
-        d.mul_(s.beta2).add_(diff * s.c2)
-        u = g + diff * s.beta2
-        n.mul_(s.beta3).add_((u * s.c3) * u)
-        step = (m * s.neg_step + d * s.neg_step_diff) / (exact_sqrt(n) * s.inv_sqrt_bc3 + s.eps)
-        master.mul_(s.decay).add_(step).mul_(s.shrink)
-        before.copy_(g)

@@ -1,6 +1,5 @@
-"""Pictures of a step from its :class:`~gemini.planning.timeline.Timeline`: memory per tier and tracks, or a trace."""
+"""Pictures of a step from its :class:`~gemini.planning.timeline.Timeline`: memory per tier and tracks."""
 
 from gemini.pictures.board import draw as draw
-from gemini.pictures.board import perfetto as perfetto
 
-__all__ = ["draw", "perfetto"]
+__all__ = ["draw"]

@@ -1,20 +1,17 @@
-"""A step as a file, whose suffix says as what: a picture, or a trace. Two timelines stand beside each other with the
-same scales. Layout is arithmetic in inches, so that nothing overlaps at any size. matplotlib is optional and imported
-when it is used.
+"""A step as a picture, PNG or SVG as the suffix says. Two timelines stand beside each other with the same scales.
+Layout is arithmetic in inches, so that nothing overlaps at any size. matplotlib is optional, imported when it is used.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gemini.errors import human_bytes
 from gemini.pictures import series
-from gemini.planning.timeline import Span, Timeline, Track
+from gemini.planning.timeline import Timeline, Track
 from gemini.tiers import Tier
 
 INK, FAINT = "#101114", "#8a8d94"
@@ -30,34 +27,20 @@ _ENTRY = 1.45
 def draw(path: str | Path, timeline: Timeline, other: Timeline | None = None) -> Path:
     """Draw a step, or two beside each other (predicted and measured, before and after).
 
-    ``.png`` and ``.svg``: memory per tier and tracks; ``.json`` (``.perfetto.json``): a trace for ui.perfetto.dev.
-
     Raises:
-        ValueError: for another suffix.
-        ImportError: without matplotlib, saying how to get it; a trace does not need it.
+        ValueError: for a suffix other than ``.png`` and ``.svg``.
+        ImportError: without matplotlib, saying how to get it.
     """
     path = Path(path)
-    match path.suffix.lower():
-        case ".png" | ".svg":
-            path.write_bytes(picture(timeline, other, suffix=path.suffix))
-        case ".json":
-            path.write_text(perfetto(timeline, other), encoding="utf-8")
-        case suffix:
-            raise ValueError(
-                f"a picture cannot be drawn as {suffix or 'a file without a suffix'!r} ({path.name}): use .png or .svg "
-                "(a picture) or .json (a trace for ui.perfetto.dev)"
-            )
+    path.write_bytes(picture(timeline, other, suffix=path.suffix))
     return path
-
-
-# ---- the picture ----------------------------------------------------------------------------------------------------
 
 
 def picture(timeline: Timeline, other: Timeline | None = None, *, suffix: str) -> bytes:
     """The bytes of a PNG or SVG file; the same ones for the same timelines."""
     suffix = suffix.lower().removeprefix(".")
     if suffix not in ("png", "svg"):
-        raise ValueError(f"a picture is a .png or an .svg, not {suffix!r}")
+        raise ValueError(f"a picture is a .png or an .svg, not {suffix!r}; docs/examples/perfetto.py writes a trace")
     figure, out = board([timeline] if other is None else [timeline, other]), io.BytesIO()
     import matplotlib
 
@@ -75,10 +58,7 @@ def board(timelines: list[Timeline]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise ImportError(
-            "pictures need matplotlib, an optional part of Gemini: pip install '.[pictures]'. A trace for "
-            "ui.perfetto.dev (.json) needs nothing"
-        ) from e
+        raise ImportError("pictures need matplotlib, an optional part of Gemini: pip install '.[pictures]'") from e
     ends = [timeline.step_seconds or 1.0 for timeline in timelines]
     if max(ends) <= 4 * min(ends):  # the same scale, unless one would be a splinter
         ends = [max(ends)] * len(ends)
@@ -287,67 +267,3 @@ def _legend(axes: Any, title: str, colours: dict[str, str], per_row: int) -> Non
         x, y = number % per_row * _ENTRY, 0.3 + 0.2 * (number // per_row)
         axes.add_patch(Rectangle((x, y - 0.06), 0.14, 0.12, color=colour, linewidth=0))
         axes.text(x + 0.2, y, name, fontsize=8.5, color=INK, va="center")
-
-
-# ---- the trace ----------------------------------------------------------------------------------------------------
-
-
-def perfetto(timeline: Timeline, other: Timeline | None = None) -> str:
-    """The JSON text of one timeline, or of two as two processes."""
-    shown = [timeline] if other is None else [timeline, other]
-    events = [event for pid, each in enumerate(shown, 1) for event in _process(each, pid)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-
-
-def _process(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
-    def called(kind: str, tid: int, name: str, index: int) -> Iterator[dict[str, Any]]:
-        yield {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
-        yield {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}
-
-    yield from called("process", 0, f"{timeline.source}: {timeline.title}", pid)
-    tid = 0
-    for track in Track:
-        for number, spans in enumerate(_rows([span for span in timeline.spans if span.track is track])):
-            tid += 1
-            yield from called("thread", tid, track.value if number == 0 else f"{track.value} ({number + 1})", tid)
-            yield from ({**_event(timeline, span), "pid": pid, "tid": tid} for span in spans)
-    for tier in timeline.budgets:
-        names = series.holders([timeline], tier)
-        last: dict[str, int] | None = None
-        for sample in timeline.samples:
-            held = {holder: sample.held.get(tier, {}).get(holder, 0) for holder in names}
-            if names and held != last:
-                ts = round(sample.seconds * 1e9) / 1e3
-                yield {"ph": "C", "name": f"{tier.value} bytes", "pid": pid, "tid": 0, "ts": ts, "args": held}
-                last = held
-
-
-def _rows(spans: list[Span]) -> list[list[Span]]:
-    """Spans that overlap stand on tracks of their own: a viewer takes what overlaps on one for calls in calls."""
-    tracks: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: (span.start, span.stop)):
-        free = (track for track in tracks if _nanoseconds(track[-1])[1] <= _nanoseconds(span)[0])
-        if (track := next(free, None)) is None:
-            tracks.append([span])
-        else:
-            track.append(span)
-    return tracks
-
-
-def _nanoseconds(span: Span) -> tuple[int, int]:
-    return round(span.start * 1e9), round(span.stop * 1e9)
-
-
-def _event(timeline: Timeline, span: Span) -> dict[str, Any]:
-    start, stop = _nanoseconds(span)
-    args: dict[str, Any] = {}
-    if 0 <= span.moment < len(timeline.moments):
-        args["moment"] = f"{span.moment}: {timeline.moments[span.moment]}"
-    if span.chunk >= 0:
-        args["chunk"] = span.chunk
-    if span.num_bytes:
-        args["bytes"] = human_bytes(span.num_bytes)
-        if stop > start:
-            args["speed"] = f"{span.num_bytes / (stop - start):.3g} GB/s"
-    times = {"ts": start / 1e3, "dur": (stop - start) / 1e3}
-    return {"ph": "X", "name": span.name, "cat": series.activity_of(span), **times, "args": args}

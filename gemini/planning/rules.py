@@ -59,9 +59,6 @@ RULES = {
     "plain-sgd": RuleEntry(
         _spec("SGD without momentum"), "PlainSGDRule", _ELEMENTWISE, "LOMO", squares=(), in_transformers="lomo"
     ),
-    "adan": RuleEntry(
-        _spec("Adan", "exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad"), "AdanRule", _ELEMENTWISE, "Adan"
-    ),
     "muon": RuleEntry(_spec("Muon", "exp_avg", "exp_avg_sq", needs="param"), "MuonRule", _MATRICES, "Muon"),
     "adalomo": RuleEntry(
         RuleSpec("AdaLomo", needs="param", factors=_FACTORS),

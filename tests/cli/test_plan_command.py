@@ -318,13 +318,13 @@ def test_what_a_solver_writes_to_the_standard_output_is_not_in_the_answer(
 
 
 def test_a_step_is_drawn(gemini_command: Command, traced: Path, tmp_path: Path) -> None:
-    page, trace = tmp_path / "step.svg", tmp_path / "step.json"
+    page, drawn = tmp_path / "step.svg", tmp_path / "step.png"
     options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--out", tmp_path / "plan.json"]
-    result = gemini_command.ok(*options, "--picture", page, "--picture", trace)
-    assert "<svg" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
+    result = gemini_command.ok(*options, "--picture", page, "--picture", drawn)
+    assert "<svg" in page.read_text() and drawn.read_bytes().startswith(b"\x89PNG")
     assert result.stdout.count("written to ") == 3
     bitmap = gemini_command(*options, "--picture", tmp_path / "step.bmp")
-    refused(bitmap, "a picture cannot be drawn as '.bmp' (step.bmp): use .png or .svg", begun=True)
+    refused(bitmap, "a picture is a .png or an .svg, not 'bmp'", begun=True)
     (tmp_path / "folder.png").mkdir()
     refused(gemini_command(*options, "--picture", tmp_path / "folder.png"), "folder.png is a folder: give the name of")
     (tmp_path / "away.svg").symlink_to(tmp_path / "absent" / "step.svg")

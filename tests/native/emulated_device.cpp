@@ -167,8 +167,7 @@ void run_clip(int64_t, Arguments arguments) {
 
 const bool all_are_there = [] {
     add_rule<Adam<true>>("Adam<true>"), add_rule<Adam<false>>("Adam<false>"), add_rule<Sgd>("Sgd");
-    add_rule<PlainSgd>("PlainSgd"), add_rule<Lion>("Lion"), add_rule<Adan>("Adan");
-    add_rule<Average>("Average");
+    add_rule<PlainSgd>("PlainSgd"), add_rule<Lion>("Lion"), add_rule<Average>("Average");
     add_grads<Doing::read>("read"), add_grads<Doing::copy>("copy"), add_grads<Doing::widen>("widen");
     add_grads<Doing::accumulate>("accumulate"), add_grads<Doing::first24>("first24"), add_grads<Doing::add24>("add24");
     kernels["split_kernel"] = run_split, kernels["join_kernel"] = run_join, kernels["clip_kernel"] = run_clip;

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule
+from gemini.optim import AdamRule, LionRule, PlainSGDRule, SGDRule
 from gemini.optim.around import CompactRule, MovingAverage
 from gemini.rules import Arrays, Segment, UpdateRule, Where
 from tests import kernel_settings
@@ -40,9 +40,6 @@ EXACT: dict[str, Case] = {
     "nesterov": Case(SGDRule(), {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "plain sgd": Case(PlainSGDRule(), {"lr": 0.1, "weight_decay": 0.1}),
     "lion": Case(LionRule(), {"lr": 1e-3, "weight_decay": 0.1}),
-    "adan": Case(AdanRule(), {"weight_decay": 0.1}),
-    "first adan": Case(AdanRule(), {"weight_decay": 0.1}, 1),
-    "adan, no prox": Case(AdanRule(), {"weight_decay": 0.1, "no_prox": True}),
     "average": Case(MovingAverage(), {"decay": 0.99, "fresh": 0.0}),
     "first average": Case(MovingAverage(), {"decay": 0.99, "fresh": 1.0}),
 }

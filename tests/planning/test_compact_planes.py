@@ -115,8 +115,8 @@ def test_a_tile_of_either_form_fits_into_staging() -> None:
 
 
 def test_what_has_no_compact_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="is for the rules Adam, Lion, SGD, SGD without momentum, not for 'Adan'"):
-        compact(RuleSpec("Adan", (PlaneSpec("exp_avg", "float32"),)))
+    with pytest.raises(ValueError, match="is for the rules Adam, Lion, SGD, SGD without momentum, not for 'Muon'"):
+        compact(RuleSpec("Muon", (PlaneSpec("exp_avg", "float32"),)))
     with pytest.raises(ValueError, match="not for 'Adam, compact'"):
         compact(COMPACT)
     with pytest.raises(ValueError, match="residual of 'int4'"):

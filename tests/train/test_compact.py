@@ -19,7 +19,7 @@ from gemini import kernels
 from gemini.errors import PlanMismatch
 from gemini.kernels import reference
 from gemini.kernels.reference import decode, encode
-from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule
+from gemini.optim import AdamRule, LionRule, MuonRule, PlainSGDRule, SGDRule
 from gemini.optim.around import CompactRule
 from gemini.planning import rules as spec_rules
 from gemini.planning.planes import RESIDUAL, PlaneSpec
@@ -375,7 +375,7 @@ def test_a_frozen_param_that_is_trained_later_has_exact_states() -> None:
         *(({"precision": name}, f"bf16 weight and 8 more bits .*precision='{name}' was") for name in ("fp16", "fp32")),
         *(
             ({"optimizer": rule}, "is for the rules Adam, Lion, SGD, SGD without momentum, not for")
-            for rule in (AdanRule(), rules.Momentum(), rules.Coded())
+            for rule in (MuonRule(), rules.Momentum(), rules.Coded())
         ),
         ({"states": "8bit"}, "states='8bit' is not known; use one of 'exact', 'compact'"),
     ],

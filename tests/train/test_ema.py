@@ -235,7 +235,7 @@ def test_a_guess_that_is_undone_undoes_its_average(
 
 
 RULES: dict[str, UpdateRule] = {
-    "sgd": optim.SGDRule(), "adan": optim.AdanRule(), "muon": optim.MuonRule(), "adalomo": optim.AdaLomoRule(),
+    "sgd": optim.SGDRule(), "muon": optim.MuonRule(), "adalomo": optim.AdaLomoRule(),
     "adopted": optim.adopt(torch.optim.NAdam), "adopted whole": optim.adopt(torch.optim.Adafactor),
 }  # fmt: skip
 

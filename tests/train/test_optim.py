@@ -1,6 +1,6 @@
 """``gemini.optim``: each rule against another implementation of it, and what its classes take.
 
-Torch has SGD. Lion and Adan are written down here again from their papers, in fp64 and in the papers' own
+Torch has SGD. Lion is written down here again from its paper, in fp64 and in the paper's own
 variables, not in those of the kernels.
 """
 
@@ -67,34 +67,10 @@ def lion(w: Tensor, lr: float, betas: tuple[float, float], decay: float) -> Tens
     return w
 
 
-def adan(w: Tensor, lr: float, betas: tuple[float, float, float], eps: float, decay: float, prox: bool) -> Tensor:
-    """Xie et al., 2022, algorithm 1, with the correction of biases of its authors' code."""
-    b1, b2, b3 = (1 - beta for beta in betas)  # the paper's
-    m, v, n, before = (torch.zeros_like(w) for _ in range(4))
-    for k, grad in enumerate(gradients(), 1):
-        g = grad.double()
-        diff = torch.zeros_like(g) if k == 1 else g - before
-        m, v = (1 - b1) * m + b1 * g, (1 - b2) * v + b2 * diff
-        n = (1 - b3) * n + b3 * (g + (1 - b2) * diff) ** 2
-        corrected = m / (1 - (1 - b1) ** k) + (1 - b2) * v / (1 - (1 - b2) ** k)
-        eta = lr / ((n / (1 - (1 - b3) ** k)).sqrt() + eps)
-        w = (w - eta * corrected) / (1 + decay * lr) if prox else (1 - decay * lr) * w - eta * corrected
-        before = g
-    return w
-
-
 def test_lion_is_the_papers() -> None:
     begin, betas = drawn(0), (0.9, 0.99)
     ours = trained(lambda params: optim.Lion(params, lr=1e-2, betas=betas, weight_decay=0.1), begin)
     torch.testing.assert_close(ours.double(), lion(begin.double(), 1e-2, betas, 0.1), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("prox", [True, False])
-def test_adan_is_the_papers(prox: bool) -> None:
-    begin, betas = drawn(0), (0.98, 0.92, 0.99)
-    ours = trained(lambda params: optim.Adan(params, lr=1e-2, weight_decay=0.1, no_prox=not prox), begin)
-    theirs = adan(begin.double(), 1e-2, betas, 1e-8, 0.1, prox)
-    torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
@@ -182,8 +158,6 @@ def test_muon_leaves_to_adamw_what_is_no_hidden_matrix() -> None:
         (lambda p: optim.Lion(p, betas=0.9), ValueError, "betas of Lion must be two numbers"),
         (lambda p: optim.Lion(p, betas=(0.9, "b")), TypeError, "betas of Lion must be a number"),
         (lambda p: optim.Lion(p, weight_decay="some"), TypeError, "weight_decay of Lion must be a number"),
-        (lambda p: optim.Adan(p, betas=(0.9, 0.99)), ValueError, "betas of Adan must be three numbers"),
-        (lambda p: optim.Adan(p, eps=-1e-8), ValueError, "eps of Adan must be a finite number"),
         (lambda p: optim.Muon(p), ValueError, r"param group 0 has a param of shape \(3,\), and Muon is for matrices"),
         (lambda p: optim.Muon(p, momentum=1.0), ValueError, r"momentum of Muon must be in \[0, 1\)"),
         (lambda p: optim.Muon(p, betas=(0.9, 1.0)), ValueError, "betas of Muon must be two numbers"),

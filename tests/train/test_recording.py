@@ -9,7 +9,6 @@ import torch
 
 import gemini
 from gemini.memory.watching import Activity
-from gemini.pictures import perfetto
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.tiers import Tier
@@ -134,7 +133,6 @@ def test_an_overlapped_step_shows_what_ran_beside_computing(device: str, gradien
     }  # fmt: skip
     in_flight = [span for span in third.spans if span.track is Track.NVME_READ and span.name.startswith("update chunk")]
     assert {span.chunk for span in in_flight} == {span.chunk for span in updates}, "every state is on the drive"
-    perfetto(third)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

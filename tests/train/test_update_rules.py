@@ -22,7 +22,6 @@ from gemini.errors import GeminiError, PlanMismatch
 from gemini.kernels import reference
 from gemini.optim import (
     AdaLomoRule,
-    AdanRule,
     AdoptedRule,
     LionRule,
     MuonRule,
@@ -109,7 +108,7 @@ class Normed(WithRate):
 
 RULES: dict[str, UpdateRule] = {"momentum": Momentum(), "coded": Coded(), "normed": Normed()}
 NAMED: dict[str, UpdateRule] = {
-    "sgd": SGDRule(), "plain sgd": PlainSGDRule(), "lion": LionRule(), "adan": AdanRule(),
+    "sgd": SGDRule(), "plain sgd": PlainSGDRule(), "lion": LionRule(),
     "muon": MuonRule(),
     "adalomo": AdaLomoRule(),
     "adopted": adopt(torch.optim.NAdam),
@@ -119,7 +118,6 @@ HYPERS: dict[type[UpdateRule], dict[str, Any]] = {
     SGDRule: {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
     PlainSGDRule: {"lr": 0.05, "weight_decay": 0.01},
     LionRule: {"lr": 1e-3, "weight_decay": 0.1},
-    AdanRule: {"weight_decay": 0.1},
     AdoptedRule: {"lr": 1e-2, "weight_decay": 0.1},
     MuonRule: {"lr": 1e-2, "adjust_lr": "match_rms_adamw"},
 }

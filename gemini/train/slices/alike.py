@@ -77,7 +77,7 @@ def refuse_unsuited(config: GeminiConfig, ranks: Ranks, *, is_cut: bool, in_stag
     if rule.whole:
         raise ValueError(
             f"the optimizer {rule.name} looks at whole params, and a mesh with {dim} leaves slices of them on a rank: "
-            f"use one that works element by element (AdamW, Lion, SGD, Adan), or dp in place of {dim}"
+            f"use one that works element by element (AdamW, Lion, SGD), or dp in place of {dim}"
         )
     if config.tile_tokens is not None and (config.tile_tokens != "auto" or ranks.experts.size > 1):
         raise ValueError(
