@@ -81,7 +81,8 @@ class GeminiConfig:
             inputs of the other blocks do. Results have the same bits. By default as in the plan or ``trace``, else 0.
             "auto": as many as make the step quickest on ``hardware``; needs ``gemini.trace(..., kept_blocks="auto")``.
         step: "given": as all else says. "fastest": what may be chosen without other bits is, for ``hardware``: with
-            ``kept_blocks`` and ``offload_activations`` left out these are "auto".
+            ``kept_blocks`` and ``offload_activations`` left out these are "auto". The third step is recorded, figures
+            of the machine are corrected by it, and the number of kept blocks is chosen again.
         eviction: who goes when memory for weights is short. "auto": what makes the moves of a step cost least.
             "next_use", or an object of your own with the method of
             :class:`~gemini.planning.policy.EvictionPolicy`: the moves of a step are those that it makes on demand.
@@ -131,13 +132,10 @@ class GeminiConfig:
             raise TypeError(f"overlap= is True or False, got {self.overlap!r}")
         if self.kept_blocks is not None:
             check_kept(self.kept_blocks)
-        if self.kept_blocks == "auto" and self.placement != "auto":
+        if self.kept_blocks == "auto" and (self.placement != "auto" or self.hardware is None):
+            what = 'step="fastest"' if self.step == "fastest" else 'kept_blocks="auto"'
             raise ValueError(
-                f"{self._what_chooses} chooses kept blocks and homes, and placement= says which: leave one of them out"
-            )
-        if self.kept_blocks == "auto" and self.hardware is None:
-            raise ValueError(
-                f"{self._what_chooses} compares the seconds of steps and needs the speeds of the machine: pass "
+                f"{what} chooses kept blocks and homes by the speeds of the machine: leave placement= out, and pass "
                 "hardware=gemini.Hardware.from_json(...) of a file of `gemini doctor --measure --json FILE`, or "
                 'gemini.planning.hardware.load_hardware("rtx4090")'
             )
@@ -175,10 +173,6 @@ class GeminiConfig:
                 raise ValueError(f"tile_tokens= is {e}") from None
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
-
-    @property
-    def _what_chooses(self) -> str:
-        return 'step="fastest"' if self.step == "fastest" else 'kept_blocks="auto"'
 
     @property
     def eviction_policy(self) -> EvictionPolicy | None:

@@ -60,7 +60,7 @@ FLOORS = [
 ROOMS = (
     "step", "observers", "params", "modules", "slices", "context", "gradients",
     "activations", "setup", "update", "sharding", "passes", "engine", "optimizers", "recording", "report",
-    "checkpoint", "wrap", "averages", "adapters", "ddp", "loading",
+    "second_look", "checkpoint", "wrap", "averages", "adapters", "ddp", "loading",
 )  # fmt: skip
 NO_TORCH = 2  # the first so many floors, and the settings
 # Of DESIGN's names; plan and simulate come with the planner.

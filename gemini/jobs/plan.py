@@ -18,6 +18,7 @@ from gemini.jobs.planner import RUNNERS_UP, Found, Way, as_options, choose, opti
 from gemini.jobs.screen import progress, say, write
 from gemini.jobs.settings import MAIN, PlanSettings
 from gemini.jobs.trace import params_of
+from gemini.pictures import draw
 from gemini.planning.costs import MeshSizes
 from gemini.planning.hardware import Hardware
 from gemini.planning.parallel import MeshOutcome, least_seconds, play_mesh
@@ -53,8 +54,6 @@ def plan(settings: PlanSettings, console: Console) -> int:
     for path in settings.picture:
         if timeline is not None:
             with refusing(f"--picture {path}"):
-                from gemini.pictures import draw
-
                 draw(path, timeline)
             console.print(f"written to {path}")
     return 0 if report["fits"] else REFUSED

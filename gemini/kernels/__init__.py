@@ -303,16 +303,16 @@ def sum_squares(src: Tensor) -> Sums:
 
 
 def sums_of(many: Sequence[Tensor]) -> list[Sums]:
-    """`sum_squares` of each of these."""
-    found: list[Sums] = []
+    """`sum_squares` of each of these, which are on one device."""
+    found, cuda = list[Sums](), _cuda_for(many[0]) if many else None
     for src in many:
         # Gradients that leave a device come through here: what is as it should be is found so at one look.
         if not (src.dtype in GRAD and src.dim() == 1 and src.is_contiguous()):
             check("sum_squares", (("src", src, GRAD),))
-        if _isa is not None and src.is_cpu:
+        if cuda is None and _isa is not None and src.is_cpu:
             found.append(_native.sum_squares(_isa, src.data_ptr(), _dtypes[src.dtype], src.numel()))
         else:
-            found.append(cuda.sum_squares(src) if (cuda := _cuda_for(src)) else list(reference.sum_squares(src)))
+            found.append(cuda.sum_squares(src) if cuda else list(reference.sum_squares(src)))
     return found
 
 

@@ -46,6 +46,8 @@ class MemoryReport(dict[str, Any]):
       bytes reserved for gradients between backward and update. Both are per trained param.
     - "fp32": by why, the number of params that stay in fp32 in a model of bf16 or fp16 (``GeminiConfig(keep_fp32=)``).
     - "tile_tokens", "kept_blocks": as in the config, or with "auto" what the planner chose. None: not tiled.
+    - "step", of ``GeminiConfig(step="fastest")`` after three steps, else None: its seconds as "measured" in a recorded
+      one, as "predicted", and as "corrected", predicted with "hardware", the machine as that step has it.
     - "speculation": how many of the updates that ``HybridAdam(speculate=True)`` made during backward were "kept" and
       how many "undone" (or not made, for lack of room), since the model was wrapped.
     - "allocator", on CUDA: torch's "allocated" and "reserved" bytes, their peaks ("allocated_peak", "reserved_peak"),
@@ -86,6 +88,9 @@ class MemoryReport(dict[str, Any]):
             lines.append(f"in tiles: {tile_words(self['tile_tokens'])} at a time")
         if self["kept_blocks"]:
             lines.append(f"not computed again in backward: {self['kept_blocks']} blocks")
+        if step := self["step"]:
+            seconds = (human_seconds(step[name]) for name in ("measured", "predicted", "corrected"))
+            lines.append("the third step: {} recorded, {} predicted, {} by its figures".format(*seconds))
         return "\n".join(lines)
 
 
@@ -122,6 +127,7 @@ def make_report(engine: Engine) -> MemoryReport:
     report["fp32"] = dict(sorted(Counter(decision.kept.get(key, MADE) for key in engine.params.in_fp32).items()))
     report["speculation"] = {"kept": guesses.num_kept, "undone": guesses.num_undone}
     report["tile_tokens"], report["kept_blocks"] = decision.tile_tokens, decision.kept_blocks
+    report["step"] = decision.compared
     for tier in ledger.tiers:
         report[tier.value] = {
             "budget": ledger.budget(tier),
@@ -293,7 +299,7 @@ class Recording:
         if observers.recordings:
             raise GeminiError("this model is being recorded already: open one recording() at a time")
 
-        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def count(module: nn.Module, args: Any, kwargs: Mapping[str, Any] = {}) -> None:  # without, removed meanwhile
             if self._recorder.in_step and torch.is_grad_enabled() and not engine.state.in_backward:
                 self._tokens += count_tokens(args, kwargs)  # a recomputation has none
 

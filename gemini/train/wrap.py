@@ -22,7 +22,6 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks.agree import Point
 from gemini.ranks.group import Ranks
 from gemini.sharing import joining
-from gemini.train.activations.kept import KeptBlocks
 from gemini.train.checkpoint.write import pending_in
 from gemini.train.context import ContextParallel, Exchange
 from gemini.train.engine import Engine, engine_of
@@ -34,6 +33,7 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import StageParam, owners_of
 from gemini.train.passes import hooks
 from gemini.train.passes.parking import Block
+from gemini.train.second_look import SecondLook
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.alike import compare_first_batch
 from gemini.train.slices.experts import experts_of
@@ -150,11 +150,11 @@ def _put_on(
     changes.append(_unhook)
     registered = model.__dict__["_gemini_hooks"] = list[Any]()
     hooks.attach(structure, engine, registered)
-    if engine.decision.kept_blocks:
-        kept = KeptBlocks(model, engine.decision.kept_blocks)
-        changes.append(_to_call(kept.take_away))
-        kept.keep(model)
-        registered += kept.handles
+    blocks = SecondLook()
+    changes.append(_to_call(blocks.take_away))
+    blocks.keep(model, engine.decision.kept_blocks)
+    if engine.config.step == "fastest" and engine.decision.choice is not None:
+        blocks.watch(model)
     if engine.ranks.context.size > 1:
         _divide_sequences(model, engine, changes)
     if engine.ranks.same_batch.size > 1:

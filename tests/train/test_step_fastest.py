@@ -11,6 +11,9 @@ import gemini
 from gemini.errors import PlanMismatch
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.trace import MemoryTrace
+from gemini.train import second_look
+from gemini.train.activations.kept import KeptBlocks
+from gemini.train.engine import engine_of
 from tests.train.helpers import llama, manage, t5
 from tests.train.test_activations import batch, enable, train
 from tests.world import world_of
@@ -117,18 +120,101 @@ def test_what_it_needs_is_said(tmp_path: Path) -> None:
         wrap(made(), tmp_path, trace=None)
     with pytest.raises(PlanMismatch, match="needs the step with no block kept and with all of them: pass trace="):
         wrap(made(), tmp_path, trace=traced(llama, 0))
-    with pytest.raises(ValueError, match="needs the speeds of the machine: pass hardware="):
+    with pytest.raises(ValueError, match="by the speeds of the machine: leave placement= out, and pass hardware="):
         wrap(made(), tmp_path, hardware=None)
-    with pytest.raises(ValueError, match="and placement= says which: leave one of them out"):
+    with pytest.raises(
+        ValueError, match="kept_blocks=.auto. chooses kept blocks and homes by the speeds of the machine"
+    ):
         wrap(made(), tmp_path, placement=gemini.StaticPlacement())
     for wrong in ("most", -1, 1.5):
         with pytest.raises(ValueError, match='kept_blocks= is a number of blocks or "auto", got'):
             gemini.trace(made(), batch(), kept_blocks=wrong)
         with pytest.raises(ValueError, match='kept_blocks= is a number of blocks or "auto", got'):
             gemini.GeminiConfig(kept_blocks=wrong)
-    with pytest.raises(ValueError, match='step="fastest" compares the seconds of steps'):
+    with pytest.raises(ValueError, match='step="fastest" chooses kept blocks and homes'):
         wrap(made(), tmp_path, hardware=None, step="fastest")
     with pytest.raises(ValueError, match="step='best' is not known; use one of 'given', 'fastest'"):
         gemini.GeminiConfig(step="best")
     without_walls = gemini.trace(llama(), batch(), kept_blocks="auto")
     assert kept(wrap(llama(), tmp_path, trace=without_walls)) == 0
+
+
+# ---- the second look ---------------------------------------------------------------------------------------------
+
+
+def steps(model: Any, number: int = 6) -> tuple[list[float], list[int], dict[str, torch.Tensor]]:
+    """Losses, blocks that were kept in each step, and the masters."""
+    optimizer, losses, numbers = gemini.HybridAdam(model.parameters(), lr=1e-3), list[float](), list[int]()
+    torch.manual_seed(0)
+    for step in range(number):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        numbers.append(kept(model))
+    world_of(model).check()
+    return losses, numbers, {h.name: world_of(model).read(h) for h in world_of(model).handles}
+
+
+SLOW_LINK, QUICK = {"h2d": 1e5, "d2h": 1e5}, {"gpu_flops_bf16": 1e17, "gpu_flops_fp32": 1e17}
+
+
+@pytest.mark.filterwarnings("ignore:step=.fastest.")
+@pytest.mark.parametrize(
+    ("told", "found", "numbers"),
+    [(SLOW_LINK, {}, [0, 0, 0, 4, 4, 4]), ({}, SLOW_LINK, [4, 4, 4, 0, 0, 0]), ({}, {}, [4] * 6)],
+)
+def test_the_number_changes_after_three_steps_and_no_bit_does(
+    told: Any, found: Any, numbers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On machines that are other ones than was said."""
+    monkeypatch.setattr(second_look, "corrected_by", lambda *_: machine(**found))
+    how: dict[str, Any] = {"offload_activations": "cpu", "hardware": machine(**told)}
+    plain = wrap(made(dropout=0.1), tmp_path, **how, kept_blocks=None, trace=None)
+    model = wrap(made(dropout=0.1), tmp_path, **how, step="fastest", kept_blocks=None)
+    (losses, _, masters), (same, kept_then, values) = steps(plain), steps(model)
+    assert kept_then == numbers and losses == same
+    assert all(torch.equal(value, values[name]) for name, value in masters.items())
+    assert model.memory_report()["step"]["hardware"] == machine(**found) and "the third step" in str(
+        model.memory_report()
+    )
+    assert plain.memory_report()["step"] is None
+    released = gemini.release(model)
+    assert KeptBlocks(released, 99).blocks and all(b.gradient_checkpointing for b in KeptBlocks(released, 99).blocks)
+
+
+@pytest.mark.filterwarnings("ignore:step=.fastest.")
+@pytest.mark.parametrize(("gpu", "number"), [(2200, 0), (3000, LAYERS)])
+def test_what_has_no_room_is_not_kept(gpu: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what the budget has left, with every home where it is."""
+    monkeypatch.setattr(second_look, "corrected_by", lambda *_: machine())
+    how: dict[str, Any] = {"offload_activations": "cpu", "hardware": machine(**SLOW_LINK), "gpu": f"{gpu}KiB"}
+    model = wrap(made(), tmp_path, **how, step="fastest")
+    assert steps(model)[1] == [0, 0, 0] + [number] * 3 and world_of(model).peak(gemini.Tier.GPU) <= gpu * 2**10
+
+
+def test_each_figure_is_corrected_by_what_its_track_took(tmp_path: Path) -> None:
+    """A step on another machine, as it would be recorded: with corrected figures it is what was predicted."""
+    slower = {"gpu_flops_bf16": 1e9, "gpu_flops_fp32": 1e9, "gpu_bandwidth": 1e11, "gpu_op_seconds": 1e-8, "h2d": 2e10}
+    model = wrap(made(), tmp_path, gpu="1200KiB", offload_activations="cpu")
+    plan = world_of(model).plan
+    measured, predicted = (gemini.simulate(plan, machine(**speeds)) for speeds in (slower, {}))
+    found = second_look.corrected_by(measured, predicted, machine(), engine_of(model))
+    for key, value in machine(**slower).figures.items():
+        assert found.figures[key].value == pytest.approx(value.value, rel=0.01) or key not in slower, key
+    assert found.figures["h2d"].source.startswith("measured by hand, corrected by a step on ")
+    assert gemini.simulate(plan, found).step_seconds == pytest.approx(measured.step_seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+def test_a_step_of_several_batches_is_looked_at_as_that(gradients: str, tmp_path: Path) -> None:
+    model = wrap(made(), tmp_path, step="fastest", gradients=gradients)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match="a step took .* as it was recorded, and .* was predicted"):
+        for step in range(8):
+            model(**batch(step)).loss.backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert model.memory_report()["step"]["corrected"] > 0

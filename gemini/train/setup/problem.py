@@ -218,6 +218,10 @@ class Decision(NamedTuple):
     tile_tokens: int | str | None = None
     """Tokens of the tiles in which MLPs and the head with its loss are computed; None for the model as it is."""
     kept_blocks: int = 0
+    choice: MemoryTrace | None = None
+    """The step with no block kept, and with all of them, where their number was chosen."""
+    compared: Mapping[str, Any] | None = None
+    """What the second look has found (:mod:`gemini.train.second_look`)."""
 
 
 def decide(
@@ -335,7 +339,7 @@ class _Chooser:
             return found
 
         def keep(form: MemoryTrace, _: bool) -> Decision:
-            return _as_planned(quickest_kept(form, hardware, self._schedule, plan)[0])
+            return _as_planned(quickest_kept(form, hardware, self._schedule, plan)[0])._replace(choice=form)
 
         return first_that_fits(keep, trace, overlap=False)
 
