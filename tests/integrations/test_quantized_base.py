@@ -316,10 +316,10 @@ def test_stages_and_slices_are_refused(base: Path) -> None:
     with pytest.raises(ValueError, match="Pipeline of a model with 4-bit codes.*Use dp"):
         gemini.Pipeline(model, micro_batches=2, schedule="bfs")
     from gemini.train.slices.layers import Slices
-    from gemini.train.slices.slicing import _slices_by
+    from gemini.train.slices.slicing import _make_slices
 
     with pytest.raises(ValueError, match="tensor parallel does not slice 4-bit weights .*Use dp"):
-        _slices_by(model, Slices.__new__(Slices))
+        _make_slices(model, Slices.__new__(Slices))
 
 
 def test_codes_are_parked_and_handed_out_apart(base: Path, tmp_path: Path) -> None:

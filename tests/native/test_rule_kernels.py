@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     ),
 }
 BY_ANOTHER: dict[str, tuple[Callable[[], None], str]] = {
-    "states": (by_another(EXACT["lion"].scalars()), "states of another rule"),
+    "states": (by_another(EXACT["adamw"].scalars()), "states of another rule"),
     "scalars": (by_another((1.0, "lion")), "scalars of another rule"),
     "no rule": (by_another((1.0, "tiger")), "no rule is called tiger"),
     "no compact form": (

@@ -189,7 +189,7 @@ def test_params_are_whole_where_an_interrupt_ends_their_cutting(
 ) -> None:
     raw = models.make_model("llama")
     before = {name: param.clone() for name, param in raw.named_parameters()}
-    sliced = slicing._slices_by(raw, layers.ImaginedSlices(2, Counter()))
+    sliced = slicing._make_slices(raw, layers.ImaginedSlices(2, Counter()))
     monkeypatch.setattr(wrapping, "slices_if_whole", lambda *_, **__: sliced)
     _interrupted(monkeypatch, slicing, "SET_DATA")
     with pytest.raises(KeyboardInterrupt):

@@ -138,7 +138,7 @@ def test_block_by_block_moves_what_is_planned(
     model = models.make_model("llama")
     model.activation_checkpointing_enable()
     batch = models.make_batches(1, 1)[0][0]
-    trace = gemini.trace(model, batch, precision="bf16", target="cpu", kept_blocks=kept or None)
+    trace = gemini.trace(model, batch, precision="bf16", target="cpu", kept_blocks=kept)
     trace = block_by_block(trace, number)
     compute = Tier.GPU if device == "standin" else Tier.CPU
     posed = pose_problem(trace, dict.fromkeys((compute, Tier.CPU, Tier.NVME), 2**40), precision="bf16", max_chunk=4096)
