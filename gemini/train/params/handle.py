@@ -7,6 +7,7 @@ its weights are evicted and before they are updated: a write that is none of our
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,6 +153,7 @@ class ParamHandle:
     cut: TensorSlice | None = None  # which slice of a whole param it is (tensor parallel); None for all of one
     layout: tuple[int, ...] = ()
     """Its strides before it was managed, if they were others than those of a contiguous param (channels_last)."""
+    pid: int = field(default_factory=os.getpid)  # a child that is forked from this process does not have the weights
 
     @property
     def has_grad(self) -> bool:
@@ -327,12 +329,11 @@ SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _data_of(param: nn.Parameter) -> torch.Tensor:
-    handle = handle_of(param)
-    if not handle:
+    if not (handle := handle_of(param)):
         return GET_DATA(param)
     # Only where nothing was written since the last look: else the fingerprint would be that of the write.
     view = param.detach()
-    if not handle.poisoned and handle.chunk.gathered and param._version == handle.version:
+    if not handle.poisoned and handle.chunk.gathered and param._version == handle.version and handle.pid == os.getpid():
         handle.fingerprint = crc32(handle.view.detach().cpu())
     return view
 
@@ -364,8 +365,7 @@ def optimizer_of(param: Any) -> Stepper | None:
 
 def owners_of(handles: Iterable[ParamHandle]) -> list[Stepper]:
     """The optimizers of params, each once, in the order of the params."""
-    found = filter(None, (handle.optimizer() for handle in handles))
-    return list({id(optimizer): optimizer for optimizer in found}.values())
+    return list(dict.fromkeys(filter(None, (handle.optimizer() for handle in handles))))
 
 
 def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
