@@ -72,7 +72,7 @@ class SecondLook:
             self._handle.remove()
             self._opened.close()
             try:
-                if self._recording:  # else the program records by itself
+                if engine.ranks.smallest([len(self._recording)])[0]:  # else the program records by itself, on some rank
                     self._look(model, engine, self._recording[0].timeline)
             except (GeminiError, ValueError) as e:  # of a step that is not the one which was traced
                 warn(f'step="fastest": what was recorded cannot be compared with the plan ({e})')
