@@ -84,22 +84,23 @@ class ChangedChunks(WriteObserver):
     """Notes which chunks have changed since a durable store was told, on whatever thread they do."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self._indices = {chunk.spec.index for chunk in chunks}  # nothing of these is in the store
+        # One for each commit that was begun since the last one that is there. Nothing of the first is in the store.
+        self._since = [{chunk.spec.index for chunk in chunks}]
 
     def take(self) -> set[int]:
-        """Take the changed chunks, by index, and begin to note those that change afterwards."""
-        # A new set in one assignment: what changes from here on goes into that one.
-        taken, self._indices = self._indices, set()
-        return taken
+        """The changed chunks, by index, for a commit that begins; begin to note those that change afterwards."""
+        # In one call: what changes from here on goes into that one.
+        self._since.append(set())
+        return {index for changed in self._since[:-1] for index in changed}
 
-    def give_back(self, indices: Iterable[int]) -> None:
-        """Note these again: they were taken, and did not get into the store."""
-        self._indices.update(indices)
+    def committed(self) -> None:
+        """Note that what was taken last is in the store: until then the next commit would take it again."""
+        del self._since[:-1]
 
     def before_write(self, chunk: Chunk) -> None:
         """Note that a chunk is no longer what the store has."""
         # Before the write: the store must not take half of it for what it has.
-        self._indices.add(chunk.spec.index)
+        self._since[-1].add(chunk.spec.index)
 
 
 # ---- own work, and what sets it apart --------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from gemini.errors import BudgetExceeded, StorageError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
 from gemini.train import wrap as wrapping
+from gemini.train.checkpoint import saving
 from gemini.train.observers import ChangedChunks, Observers
 from gemini.train.optimizers.states import read_state
 from gemini.train.params.handle import handle_of
@@ -142,18 +143,23 @@ def test_a_recording_that_could_not_begin_is_none(tmp_path: Path, monkeypatch: p
         squares(model, 0).backward()
 
 
-def test_a_store_knows_what_a_commit_without_staging_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _durable(path: Path) -> Any:
+    """A model with a durable store, whose chunks live in memory."""
     raw = Blocks()
-    config = make_config(raw, "ram", tmp_path)
-    memory = {**vars(config.memory), "nvme": "128MiB", "nvme_path": tmp_path, "durable": True}
-    model = gemini.GeminiDDP(raw, gemini.GeminiConfig(memory=gemini.MemoryBudget(**memory), placement=config.placement))
+    config = make_config(raw, "ram", path)
+    memory = {**vars(config.memory), "nvme": "128MiB", "nvme_path": path, "durable": True}
+    return gemini.GeminiDDP(raw, gemini.GeminiConfig(memory=gemini.MemoryBudget(**memory), placement=config.placement))
+
+
+def test_a_store_knows_what_a_commit_without_staging_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _durable(tmp_path)
     optimizer = adam(model)
     squares(model, 0).backward()
     optimizer.step()
     engine = model._gemini_engine
     engine.drain()
     changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
-    before = set(changed._indices)
+    before = changed.take()
 
     def scratch(*_: Any) -> None:
         raise BudgetExceeded("no room for staging")
@@ -162,7 +168,29 @@ def test_a_store_knows_what_a_commit_without_staging_left_out(tmp_path: Path, mo
         patched.setattr(engine.store.mover, "scratch", scratch)
         with pytest.raises(BudgetExceeded, match="no room for staging"):
             gemini.save_checkpoint(tmp_path, model, optimizer)
-    assert before and changed._indices == before
+    assert before and changed.take() == before
+
+
+@pytest.mark.parametrize(("owner", "name"), [(ChangedChunks, "take"), (saving, "_home_of")])
+def test_a_store_knows_what_an_interrupted_commit_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    model = _durable(tmp_path)
+    optimizer = adam(model)
+    for seed in range(2):
+        squares(model, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not seed:
+            gemini.save_checkpoint(tmp_path, model, optimizer)
+    with monkeypatch.context() as patched:
+        _interrupted(patched, owner, name)
+        with pytest.raises(KeyboardInterrupt):
+            gemini.save_checkpoint(tmp_path, model, optimizer)
+    gemini.save_checkpoint(tmp_path, model, optimizer)
+    before = snapshot(model)
+    gemini.load_checkpoint(tmp_path, model, optimizer)
+    assert_same_snapshot(snapshot(model), before)
 
 
 def test_states_of_an_optimizer_come_along_where_an_interrupt_ends_the_wrap(

@@ -81,13 +81,12 @@ class StoreHome(CheckpointHome):
                         f"has no room for its {kind}: set requires_grad before wrapping, or save a checkpoint to "
                         "another folder"
                     )
-        # Taken now: what changes from here on belongs to the next commit.
-        self._taken = changed.take() | self.pending.keys()
-        """Chunks that the store has as they are when this is committed."""
+        # Now: what changes from here on belongs to the next commit.
+        taken = changed.take() | self.pending.keys()
         self.pieces = [
             Piece(chunk.spec.index, kind, plane, start, stop, [])
             for chunk in chunks
-            if chunk.spec.index in self._taken
+            if chunk.spec.index in taken
             for kind, plane in chunk.planes.items()
             if kind not in GRADS and not isinstance(plane, DurablePlane)
             for start, stop in tiles(0, plane.numel, piece)
@@ -120,11 +119,11 @@ class StoreHome(CheckpointHome):
 
     def commit(self, ranks: Handshake) -> None:
         """Write a record on every rank: all that it names has reached every drive."""
-        # From here on `end` gives nothing back: a record that names these slots may be on a drive.
-        store, self._taken = self._store, set()
+        store = self._store
         try:
             runs = {name: pair.runs() for name, pair in store.slots.pairs.items()}
             ranks.step(lambda: store.commit(self._record(ranks.rank, runs)), lambda _: None)
+            self._changed.committed()
         except BaseException as e:  # here or there a record may be on the drive
             store.slots.refuse_writes(e)
             raise
@@ -142,7 +141,7 @@ class StoreHome(CheckpointHome):
         return CommitRecord(self._sequence, text, b"".join(bytes(bytes_of(tensor)) for tensor in tensors))
 
     def end(self) -> None:
-        self._changed.give_back(self._taken)
+        """Nothing to do: what was taken and not committed is taken by the next one."""
 
 
 def layout_of(sources: list[PlanePart], store: StoreFolder) -> dict[str, Any]:
