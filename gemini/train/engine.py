@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
 from gemini.ledger import Turn
-from gemini.memory.devices.device import make_device
+from gemini.memory.devices.device import Device, make_device
 from gemini.optim.around import rule_for
 from gemini.ranks.group import Ranks, join
 from gemini.ranks.wire import Wire
@@ -70,23 +70,35 @@ class Engine:
         of_stages: Mapping[str, StageParam] | None = None,
     ):
         config = self.config = config.resolved()
-        # Weak already here: what is made below must not keep the engine, which goes with its model.
-        own, device = weakref.ref[Passes](self), make_device(config.device)
-        rule = rule_for(config.optimizer, config.states, config.precision)
-        in_stages, on_cuda = of_stages is not None, device.torch_device.type == "cuda"
-        ranks = self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=bool(cuts) or in_stages)
-        if not ranks.are_alone:
-            # A collective, before anything is allocated: ranks that differ in model or config find out here.
-            prepare(structure, config, ranks, filled=is_filled, cuts=cuts, in_stages=in_stages)
-        slices = ranks.slices if cuts else Wire()
+        device, in_stages = make_device(config.device), of_stages is not None
+        on_cuda, rule = device.torch_device.type == "cuda", rule_for(config.optimizer, config.states, config.precision)
+        self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=bool(cuts) or in_stages)
+        try:
+            if not self.ranks.are_alone:
+                # A collective, before anything is allocated: ranks that differ in model or config find out here.
+                prepare(structure, config, self.ranks, filled=is_filled, cuts=cuts, in_stages=in_stages)
+            self._make(structure, device, rule, cuts, of_stages or {})
+        except BaseException:
+            self.ranks.close()  # else its groups, with threads and connections, would stay as long as the process
+            raise
 
+    def _make(
+        self,
+        structure: Structure,
+        device: Device,
+        rule: UpdateRule,
+        cuts: Mapping[int, TensorSlice] | None,
+        of_stages: Mapping[str, StageParam],
+    ) -> None:
+        # Weak already here: what is made below must not keep the engine, which goes with its model.
+        own, config, ranks = weakref.ref[Passes](self), self.config, self.ranks
         # Where the bytes are, and what moves them; then what computes with them, and the passes of a step.
         built = build(structure, config, device, own, ranks, rule, cuts)
         self.decision = built.decision
         params = self.params = built.params
-        params.of_stages = of_stages or {}
+        params.of_stages = of_stages
         store = self.store = built.store
-        parts = _make_parts(built, config, ranks, rule, slices)
+        parts = _make_parts(built, config, ranks, rule, ranks.slices if cuts else Wire())
         self.state = parts.state
         self.write_observers = parts.writes
         self.updates = parts.updates

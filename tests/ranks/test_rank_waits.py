@@ -41,3 +41,23 @@ def test_a_renewed_pool_has_no_groups_of_before(pool_of: Pools) -> None:
     assert pool.run(num_groups, 3) == [4, 4]
     pool.renew()
     assert pool.run(num_groups, 0) == [1, 1] and pool.run(my_rank, 0) == [0, 1]
+
+
+def groups_of_refused() -> tuple[int, int]:
+    """Before and after wraps that are refused; each error is kept, as a debugger keeps it."""
+    import pytest
+    from torch import nn
+
+    import gemini
+
+    before, kept = num_groups(0), []
+    for _ in range(2):
+        with pytest.raises(gemini.BudgetExceeded) as refused:
+            gemini.GeminiDDP(nn.Linear(16, 16), gemini.GeminiConfig(device="cpu", memory=gemini.MemoryBudget(cpu=1000)))
+        kept.append(refused)
+    return before, num_groups(0)
+
+
+def test_a_refused_wrap_leaves_no_group(pool_of: Pools) -> None:
+    for before, after in pool_of(2).run(groups_of_refused):
+        assert before == after
