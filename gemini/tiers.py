@@ -175,16 +175,15 @@ class MemoryBudget:
                 object.__setattr__(self, f"{tier.value}_path", tuple(paths))
             elif paths:
                 object.__setattr__(self, f"{tier.value}_path", paths[0])
-        if not isinstance(self.durable, bool):
-            raise TypeError(f"MemoryBudget(durable=) is True or False, got {self.durable!r}")
-        if self.durable and self.nvme_path is None:
-            raise ValueError("MemoryBudget(durable=True) needs nvme_path=, the directory for the store")
-        for tier in FILED:
-            if not self.paths_of(tier) and (self.bytes_of(tier) or 0) > 0:
+            elif (self.bytes_of(tier) or 0) > 0:
                 raise ValueError(
                     f"MemoryBudget({tier.value}={getattr(self, tier.value)!r}) needs {tier.value}_path=, the directory "
                     "for the spill file"
                 )
+        if not isinstance(self.durable, bool):
+            raise TypeError(f"MemoryBudget(durable=) is True or False, got {self.durable!r}")
+        if self.durable and self.nvme_path is None:
+            raise ValueError("MemoryBudget(durable=True) needs nvme_path=, the directory for the store")
 
     def bytes_of(self, tier: Tier) -> int | None:
         """The declared bytes of ``tier``; None where they were left out."""

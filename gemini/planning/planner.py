@@ -332,8 +332,7 @@ class Planner:
         """The plan that costs least; with "auto" of leaving checkpointed activations and keeping them on the host.
         ``pose`` makes the problem with them there; None is where they were computed.
         """
-        plans: list[Plan] = []
-        refusal: BudgetExceeded | None = None
+        plans, refusals = list[Plan](), list[BudgetExceeded]()
         places: tuple[str | None, ...] = (offload_activations,)
         if offload_activations == "auto":
             there_is_a_choice = pose(None).compute is Tier.GPU and self.trace.checkpoint_bytes > 0
@@ -342,11 +341,9 @@ class Planner:
             try:
                 plans.append(self.choose(pose(where), placement, where))
             except BudgetExceeded as e:
-                # Told of the first: where activations stay as the user has them.
-                refusal = refusal or e
+                refusals.append(e)
         if not plans:
-            assert refusal is not None
-            raise refusal
+            raise refusals[0]  # where activations stay as the user has them
         return self.refined(min(plans, key=self.cost))  # of equals the first: nothing is moved without a gain
 
     def choose(
@@ -358,27 +355,21 @@ class Planner:
                 placement = by_fractions(problem, placement)
             check_fits(problem, placement)
             return self.with_moves(problem, placement, offload_activations)
-        refusal: BudgetExceeded | None = None
-        try:
-            first = self.with_moves(problem, fill_fastest(problem), offload_activations)
-            if all(tier is problem.compute for homes in first.placement.homes for tier in homes.values()):
-                return first  # there is nothing to decide
-        except BudgetExceeded as e:
-            first, refusal = None, e
-        plans = [] if first is None else [first]
         may_stream = problem.compute is Tier.GPU and self.speeds.measured_update_gpu
-        for streaming in (False, True) if may_stream else (False,):
-            homes = self._homes(problem, streaming=streaming)
-            if homes is None:
-                continue
+        ways: list[Callable[[], Placement | None]] = [partial(fill_fastest, problem)]
+        ways += [partial(self._homes, problem, streaming=how) for how in ((False, True) if may_stream else (False,))]
+        plans, refusals = list[Plan](), list[BudgetExceeded]()
+        for way in ways:
             try:
-                check_fits(problem, homes)
-                plans.append(self.with_moves(problem, homes, offload_activations))
+                if (homes := way()) is not None:
+                    check_fits(problem, homes)
+                    plans.append(self.with_moves(problem, homes, offload_activations))
             except BudgetExceeded as e:
-                refusal = refusal or e
+                refusals.append(e)
+            if plans and all(tier is problem.compute for own in plans[0].placement.homes for tier in own.values()):
+                return plans[0]  # there is nothing to decide
         if not plans:
-            assert refusal is not None
-            raise refusal
+            raise refusals[0]
         # The plain filling unless there is something to be gained: what people expect, and easy to read.
         best, *others = [(self.cost(plan), plan) for plan in plans]
         for other in others:
@@ -411,14 +402,15 @@ class Planner:
     def with_moves(self, problem: Problem, placement: Placement, offload_activations: str | None) -> Plan:
         """A placement with the moves that the policy makes on demand."""
         n, policy = self.accumulate, self.policy or NextUse()
-        moves, again = moves_for(self.trace, problem, placement, self.speeds, policy=policy, accumulate=n)
+        steps = accesses(self.trace, problem.layout)
+        moves, again = moves_for(steps, problem, placement, self.speeds, policy=policy, accumulate=n)
         return Plan(self.trace, problem, placement, moves, offload_activations, n, again)
 
     def refined(self, plan: Plan) -> Plan:
         """The same homes with the moves that cost least, unless a policy is to make them."""
         if self.policy is not None:
             return plan
-        moves, again = moves_for(self.trace, plan.problem, plan.placement, self.speeds, accumulate=plan.accumulate)
+        moves, again = moves_for(plan.accesses, plan.problem, plan.placement, self.speeds, accumulate=plan.accumulate)
         return replace(plan, moves=moves, again=again)
 
     def cost(self, plan: Plan) -> float:
@@ -442,26 +434,23 @@ class Planner:
 
 
 def moves_for(
-    trace: MemoryTrace,
+    steps: tuple[Access, ...],
     problem: Problem,
     placement: Placement,
     speeds: Speeds | None = None,
     *,
-    steps: tuple[Access, ...] | None = None,
     policy: EvictionPolicy | None = None,
     accumulate: int = 1,
     room: int | None = None,
     lasting: frozenset[int] | None = None,
 ) -> tuple[tuple[Moves, ...], tuple[Moves, ...]]:
-    """The moves of a placement: those that cost least, or those that ``policy`` makes on demand; of the first
-    micro-batch, and of every further one (empty if there is none). ``steps``: the accesses, where they are not those of
-    ``trace``; ``room``: bytes for windows, if not what the budget leaves them; ``lasting``: chunks whose gathered
-    weights outlive a step, if not all frozen ones. Raises BudgetExceeded if one moment needs more gathered weights than
-    there is room for.
+    """The moves of a placement, for these accesses: those that cost least, or those that ``policy`` makes on demand; of
+    the first micro-batch, and of every further one (empty if there is none). ``room``: bytes for windows, if not what
+    the budget leaves them; ``lasting``: chunks whose gathered weights outlive a step, if not all frozen ones. Raises
+    BudgetExceeded if one moment needs more gathered weights than there is room for.
     """
     speeds = speeds or Speeds.typical()
     room = window_room(problem, placement) if room is None else room
-    steps = steps or accesses(trace, problem.layout)
     moving = problem.moving(placement)
     sizes = {i: problem.window_bytes(i) for i in sorted(moving)}
     if lasting is None:

@@ -213,7 +213,7 @@ def _in_turn(plans: Mapping[str, Plan], room: int, speeds: Speeds) -> dict[str, 
             read = [frozenset(access.chunks) for access in each.accesses if access.chunks]
             lasting = read[0] & read[-1] if stands else frozenset()
         moves, again = moves_for(
-            each.trace,
+            each.accesses,
             each.problem,
             each.placement,
             speeds,

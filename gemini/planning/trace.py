@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
@@ -256,12 +256,13 @@ class MemoryTrace(Document, kind="trace"):
     def with_fp32(self, names: Collection[str]) -> MemoryTrace:
         """The same step of a model in which the params of these (first) names stay in fp32, and no others."""
         params = tuple(replace(param, fp32=param.name in names) for param in self.params)
-        others: dict[str, Any] = {}
-        for name in _NESTED:
-            own = getattr(self, name)
-            others[name] = None if own is None else own.with_fp32(names)
+        others = self._nested(lambda own: own.with_fp32(names))
         same = params == self.params and all(getattr(self, name) == own for name, own in others.items())
         return self if same else replace(self, params=params, **others)
+
+    def _nested(self, change: Callable[[MemoryTrace], MemoryTrace]) -> dict[str, Any]:
+        """The other forms of the step that it has, changed as it is changed itself."""
+        return {name: own and change(own) for name in _NESTED for own in [getattr(self, name)]}
 
     def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, rule: RuleSpec = ADAM) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
@@ -459,7 +460,7 @@ def with_4bit_base(trace: MemoryTrace) -> MemoryTrace:
         params=params,
         moments=tuple(map(with_weight, trace.moments)),
         buffer_bytes=trace.buffer_bytes + sum(scale_bytes(numel) for numel in sizes.values()),
-        tiled=None if trace.tiled is None else with_4bit_base(trace.tiled),
+        **trace._nested(with_4bit_base),
     )
 
 

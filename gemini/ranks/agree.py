@@ -256,7 +256,7 @@ def tell(
     wire: Wire, doing: str, facts: Facts, refusal: BaseException | None = None, *, words: str = "values"
 ) -> NoReturn:
     """Raise as :func:`agree` does, always: all ranks of ``wire`` come here when they do not agree."""
-    said = [facts.told(), None if refusal is None else [type(refusal).__name__, str(refusal)]]
+    said = [facts.told(), None if refusal is None else [type(refusal).__name__, str(refusal) or type(refusal).__name__]]
     heard = [json.loads(text) for text in wire.exchange_texts(json.dumps(said, default=str), doing)]
     # Only now: the others needed this rank's words.
     if refusal is not None:

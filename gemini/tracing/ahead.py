@@ -177,12 +177,14 @@ def trace(
     Raises:
         GeminiError: if forward gives no loss, or needs values that fake tensors do not have.
         ValueError: for an unknown precision, target, or kind of checkpointing, a config without a model class, layers
-            that ``tensor_parallel`` does not divide, tiles of layers in slices, blocks without flags, and a model that
-            ``kernels`` are not for.
+            that ``tensor_parallel`` does not divide, fewer ranks than one, tiles of layers in slices, blocks without
+            flags, and a model that ``kernels`` are not for.
     """
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     over = (context_parallel, tensor_parallel)
+    if min(over) < 1:
+        raise ValueError(f"context_parallel={over[0]}, tensor_parallel={over[1]}: each is at least 1")
     how = (checkpointing, model_class, loss, keep_fp32, over)
     if kernels is not None and (tile_tokens is not None or tensor_parallel > 1 or context_parallel > 1):
         raise ValueError(f"kernels={kernels!r} are traced of whole layers without tiles: leave one of them out")

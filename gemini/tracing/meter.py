@@ -438,9 +438,9 @@ def _attention_on_cuda(
         query, key, value = (functional.pad(t, (0, gap)) if gap else t for t in (query, key, value))
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :width] if gap else out
-    grouped = key.shape[1] != query.shape[1] if fits else enable_gqa
     # Of values that are narrower than keys too (DeepSeek's), which flash attention does not take.
-    if fits and not grouped and query.dtype is not torch.float64 and not (gap or of_values % 8):
+    fits = fits and key.shape[1] == query.shape[1] and not (gap or of_values % 8)
+    if fits and query.dtype is not torch.float64:
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         keeps = torch.is_grad_enabled()
         return _aten._scaled_dot_product_efficient_attention(

@@ -58,6 +58,12 @@ def test_a_step_on_a_base_of_4_bits() -> None:
     assert after.flops == before.flops
 
 
+@pytest.mark.parametrize("form", ["tiled", "all_kept"])
+def test_other_forms_of_a_step_have_the_same_base(form: str) -> None:
+    other = getattr(with_4bit_base(replace(trace(), **{form: trace()})), form)
+    assert other == with_4bit_base(trace())
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_half_a_byte_per_weight_is_planned(ranks: int) -> None:
     budgets = {Tier.GPU: 2**30, Tier.CPU: 2**30}

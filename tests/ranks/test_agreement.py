@@ -149,11 +149,11 @@ def test_what_fails_on_one_rank_fails_on_all(pool_of: Pools) -> None:
         assert end == "StorageError: saving it failed on rank 0: not there" + once
 
 
-def unsaid() -> str:
+def unsaid(*text: str) -> str:
     """A rank whose facts cannot be said."""
     wire = Wire(dist.new_group(backend="gloo"))
     try:
-        agree(wire, "writing", lambda: Facts({"it": _raise(ValueError("a meta tensor")) if wire.rank else 1}))
+        agree(wire, "writing", lambda: Facts({"it": _raise(ValueError(*text)) if wire.rank else 1}))
     except Exception as e:
         agree(wire, "going on", lambda: Facts({"it": 1}))  # nobody is out of step
         return f"{type(e).__name__}: {e}"
@@ -161,6 +161,8 @@ def unsaid() -> str:
 
 
 def test_a_rank_that_cannot_say_its_facts_refuses(pool_of: Pools) -> None:
-    first, second = pool_of(2).run(unsaid)
+    first, second = pool_of(2).run(unsaid, "a meta tensor")
     assert first == "RankMismatch: rank 1 refused writing: a meta tensor"
     assert second == "ValueError: a meta tensor"
+    # One without words, as an interrupt is, by its name.
+    assert pool_of(2).run(unsaid)[0] == "RankMismatch: rank 1 refused writing: ValueError"

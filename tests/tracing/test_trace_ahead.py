@@ -232,7 +232,8 @@ def test_bad_arguments() -> None:
     import transformers
 
     model = make_model("llama")
-    for bad in ({"precision": "int8"}, {"target": "tpu"}, {"checkpointing": "sometimes"}):
+    bads: list[dict[str, Any]] = [{"precision": "int8"}, {"target": "tpu"}, {"checkpointing": "sometimes"}]
+    for bad in [*bads, {"context_parallel": 0}, {"tensor_parallel": -1}]:
         with pytest.raises(ValueError, match=str(next(iter(bad.values())))):
             gemini.trace(model, batch(), **bad)
     with pytest.raises(ValueError, match="no gradient_checkpointing_enable"):

@@ -299,3 +299,20 @@ def test_what_one_param_cannot_take_is_written_to_none(tmp_path: Path) -> None:
             model.layers[1].weight.data = torch.zeros(32, 32, dtype=torch.bfloat16)
     assert_same_snapshot(before, snapshot(model))
     squares(model, 0).backward()
+
+
+def test_a_call_that_cannot_begin_keeps_nothing_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that fails for what modules inside it read, behind what it reads itself."""
+    model = wrap(Blocks(), "disk", tmp_path)
+    calls, (own, inside, *_) = model._gemini_engine.forward.calls, model._gemini_engine.store.chunks
+    acquire = calls._acquire
+
+    def fail_inside(chunk: Chunk) -> None:
+        if chunk is inside:
+            raise StorageError("a drive that fails")
+        acquire(chunk)
+
+    monkeypatch.setattr(calls, "_acquire", fail_inside)
+    with pytest.raises(StorageError, match="a drive that fails"):
+        calls.begin(model, (own,), (inside,))
+    assert not own.pins

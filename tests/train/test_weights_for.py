@@ -169,6 +169,8 @@ def test_a_saved_module_leaves_the_weight_that_it_was_tied_to(tmp_path: Path) ->
 def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is none"):
         gemini.weights_for(llama())
+    with pytest.raises(ValueError, match="this str is none"):
+        gemini.weights_for("llama")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="use 'merged' or 'apart'"):
         gemini.weights_for(wrap(tmp_path), adapters="both")  # type: ignore[call-overload]
     prompts = wrap(tmp_path, model=peft_cases.maker("prompt")())

@@ -219,7 +219,7 @@ def weights_for(
         ValueError: for a model that is not managed, and for other ``adapters``.
         GeminiError: for "merged" with prompts, or a base of 4-bit codes.
     """
-    engine: Engine | None = model.__dict__.get("_gemini_engine")
+    engine: Engine | None = getattr(model, "__dict__", {}).get("_gemini_engine")
     if engine is None:
         raise ValueError(f"weights_for takes a model that GeminiDDP manages, and this {type(model).__name__} is none")
     if adapters not in ("merged", "apart"):

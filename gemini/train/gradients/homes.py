@@ -174,31 +174,26 @@ class GradientHomes:
 
     def _reserve_wide(self, chunk: Chunk) -> Tier:
         """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
-        num_bytes = 4 * _grad_numel(chunk)
-        home = chunk.planes[GRAD].tier
-        order = list(Tier)
-        refusal: BudgetExceeded | None = None
         # Never to a faster one: that memory was not planned for gradients.
-        for tier in order[order.index(home) :]:
-            if tier not in self._ledger.tiers:
-                continue
-            try:
-                free = num_bytes
-                if tier is self._device.tier:
-                    free = self._ledger.left_beside_windows(tier, self._working_set)
-                # Else there were no room to gather weights, and the step would break off in its middle.
-                if num_bytes > free:
-                    raise BudgetExceeded(
-                        f"a sum of gradients asked for {human_bytes(num_bytes)} of {tier.value}, where "
-                        f"{human_bytes(max(free, 0))} are free beside the {human_bytes(self._working_set)} that "
-                        "gathered weights need"
-                    )
-                self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of gradients")
-                return tier
-            except BudgetExceeded as e:
-                refusal = e
-        assert refusal is not None
-        raise refusal
+        slower = [*Tier][[*Tier].index(chunk.planes[GRAD].tier) :]
+        *first, last = [tier for tier in slower if tier in self._ledger.tiers]
+        for tier in first:
+            with contextlib.suppress(BudgetExceeded):
+                return self._reserve_in(tier, 4 * _grad_numel(chunk))
+        return self._reserve_in(last, 4 * _grad_numel(chunk))
+
+    def _reserve_in(self, tier: Tier, num_bytes: int) -> Tier:
+        if tier is self._device.tier:
+            free = self._ledger.left_beside_windows(tier, self._working_set)
+            # Else there were no room to gather weights, and the step would break off in its middle.
+            if num_bytes > free:
+                raise BudgetExceeded(
+                    f"a sum of gradients asked for {human_bytes(num_bytes)} of {tier.value}, where "
+                    f"{human_bytes(max(free, 0))} are free beside the {human_bytes(self._working_set)} that gathered "
+                    "weights need"
+                )
+        self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of gradients")
+        return tier
 
     def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
         """Copy what a plane has into its wider successor; nothing if no param of the chunk has a gradient."""

@@ -137,8 +137,10 @@ class Calls:
             try:
                 self._acquire_all(keep)
                 kept = keep
-            except BudgetExceeded:
-                kept = ()  # each module inside gathers what it reads
+            except BaseException as e:
+                if not isinstance(e, BudgetExceeded):  # then each module inside gathers what it reads
+                    self._release_all(chunks)
+                    raise
         for chunk in chunks + kept:
             self._expose(chunk)
         stack = self.running.setdefault(threading.get_ident(), [])

@@ -154,12 +154,12 @@ class PlannedForesight(Foresight):
     """
 
     def __init__(self, decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None, ledger: Ledger):
-        trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
-        self._trace, self._problem, self._placement = trace, problem, placement
+        problem, plan = decision.problem, decision.plan
+        self._problem, self._placement = problem, decision.placement
         self._owner, self._policy, self._ledger = owner, policy, ledger
         schedule = None
-        if plan is not None and trace.source is not Source.STRUCTURE:
-            schedule = Schedule(plan.accesses, plan.moves, problem.moving(placement), plan.again)
+        if plan is not None and decision.trace.source is not Source.STRUCTURE:
+            schedule = Schedule(plan.accesses, plan.moves, problem.moving(decision.placement), plan.again)
         super().__init__(schedule)
 
     def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:
@@ -172,7 +172,7 @@ class PlannedForesight(Foresight):
             budgets = {**left, problem.compute: left[problem.compute] - room}
             smaller = replace(problem, budgets=budgets)
             with contextlib.suppress(BudgetExceeded):
-                return moves_for(self._trace, smaller, self._placement, steps=steps, policy=self._policy)[0]
+                return moves_for(steps, smaller, self._placement, policy=self._policy)[0]
         # It went well because something else took less than it may: nothing can be promised.
         return super().plan(steps)
 
