@@ -100,11 +100,9 @@ def _run(name: str, words: list[str]) -> int:
             os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars are for those who look on
         from gemini.jobs.train import demo, train
 
-        return (
-            demo(words, console, about)
-            if name == "demo"
-            else train("sft" if name == "train" else name, words, console, about)
-        )
+        if name == "demo":
+            return demo(words, console, about)
+        return train("sft" if name == "train" else name, words, console, about)
     parser = settings.RecordParser(name, about, record)
     if {"-h", "--help"} & {*words}:
         parser.print_help()

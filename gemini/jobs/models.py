@@ -128,10 +128,15 @@ def tokenizer_of(source: ModelSource, *, trust: bool = False, revision: str = "m
     vocabulary = getattr(source.config.get_text_config(), "vocab_size", None)
     if vocabulary is None:
         raise JobError(f"{source.label} has no vocabulary, so it learns from no text: give a causal language model.")
-    if len(tokenizer) > vocabulary:
+    # Special tokens that no text becomes may be beyond it, as Gemma 3's for images is where it reads text alone.
+    own, template = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}, str(tokenizer.chat_template)
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unread = {number for number, token in special.items() if token not in own and token not in template}
+    needed = 1 + max({*tokenizer.get_vocab().values()} - unread)
+    if needed > vocabulary:
         raise JobError(
-            f"{source.label} has a vocabulary of {vocabulary}; {words} need {len(tokenizer)}. Give a config with a "
-            f"vocab_size of at least {len(tokenizer)}."
+            f"{source.label} has a vocabulary of {vocabulary}; {words} need {needed}. Give a config with a "
+            f"vocab_size of at least {needed}."
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -159,13 +159,12 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
     candidates = sorted(over.candidates(), key=lambda candidate: candidate[2]) if is_auto else [over.asked()]
     if not candidates:
         raise JobError(f"--parallel auto: no mesh of {settings.gpus} GPUs goes with this model.")
-    found, refusals = _played(over, candidates, ends=is_auto)
-    if is_auto and found and found[0].sizes.pp > 2:  # to compare meshes it was played with two of its stages
+    found, refusals = _played(over, candidates, each_kind=is_auto)
+    if is_auto and found and found[0].sizes.pp > 2:  # to compare meshes it was played with one stage of a kind
         found[0] = over.play(found[0].sizes, found[0].micro_batches)
     made = timeline = best = None
     if not found:  # where it fits on none, the first one is told
-        sizes, refusal = next(iter(refusals.items()))
-        micro_batches = next(number for asked, number, _ in candidates if asked == sizes)
+        sizes, micro_batches, refusal = refusals[0]
         trace = way.trace(tp=sizes.tp, cp=sizes.cp)
         report = refused(settings, machine, trace, refusal)
     else:
@@ -207,23 +206,23 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
 
 
 def _played(
-    over: _OverMesh, candidates: list[tuple[MeshSizes, int, float]], *, ends: bool
-) -> tuple[list[MeshOutcome], dict[MeshSizes, BudgetExceeded]]:
+    over: _OverMesh, candidates: list[tuple[MeshSizes, int, float]], *, each_kind: bool
+) -> tuple[list[MeshOutcome], list[tuple[MeshSizes, int, BudgetExceeded]]]:
     """The steps over meshes, the shortest first, and those that do not fit. Meshes are played in the order of what
     a step takes at least, until no other one can be among the best, or ``MOST_PLAYED`` are. JobError if none suits.
     """
     found: list[MeshOutcome] = []
-    refused: dict[MeshSizes, BudgetExceeded] = {}
+    refused = list[tuple[MeshSizes, int, BudgetExceeded]]()
     unsuited: ValueError | None = None
     for sizes, micro_batches, least in candidates:
         is_decided = len(found) > RUNNERS_UP and least > found[RUNNERS_UP].step_seconds
         if is_decided or len(found) == MOST_PLAYED:
             break
         try:
-            found.append(over.play(sizes, micro_batches, ends=ends))
+            found.append(over.play(sizes, micro_batches, each_kind=each_kind))
             found.sort(key=lambda outcome: outcome.step_seconds)
         except BudgetExceeded as e:
-            refused[sizes] = e
+            refused.append((sizes, micro_batches, e))
         except ValueError as e:
             unsuited = e
     # What does not fit is told before what does not suit: it can be changed.
@@ -299,8 +298,8 @@ class _OverMesh:
                     least = least_seconds(trace, self._hardware, sizes, micro_batches, per_machine=sharing)
                     yield sizes, micro_batches, least
 
-    def play(self, sizes: MeshSizes, micro_batches: int, *, ends: bool = False) -> MeshOutcome:
-        """``ends``: of stages, only the first and the last."""
+    def play(self, sizes: MeshSizes, micro_batches: int, *, each_kind: bool = False) -> MeshOutcome:
+        """The step; ``each_kind``: not all stages, as for :func:`play_mesh`."""
         settings = self._settings
 
         def make(trace: MemoryTrace, accumulate: int, order: str) -> Plan:
@@ -323,7 +322,7 @@ class _OverMesh:
             width=self._config.hidden_size,
             per_machine=self._way.machine.sharing,
             schedule=settings.schedule,
-            ends=ends,
+            each_kind=each_kind,
         )
 
 

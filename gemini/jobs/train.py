@@ -332,17 +332,23 @@ def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None
     if options.model.attn_implementation not in (None, "auto"):
         config._attn_implementation = options.model.attn_implementation
     rows = args.per_device_train_batch_size * (2 if kind in ("dpo", "reward") else 1)  # of pairs
-    ids = torch.empty(rows, args.max_length or config.max_position_embeddings, dtype=torch.int64, device="meta")
-    trace = gemini.trace(
-        config,
-        {"input_ids": ids, "labels": ids},
-        precision=precision_of(args),
-        checkpointing="non-reentrant" if args.gradient_checkpointing else None,
-        tile_tokens=ours.tile_tokens,
-        kept_blocks="auto" if ours.fastest else 0,
-        tensor_parallel=ours.tp,
-        context_parallel=ours.cp,
-    )
+    longest = args.max_length or getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is None:
+        raise JobError(
+            f"gemini {kind} of a {config.model_type} without positions, which say no length: --max_length N."
+        )
+    ids = torch.empty(rows, longest, dtype=torch.int64, device="meta")
+    with refusing(f"gemini {kind}: its step cannot be traced"):
+        trace = gemini.trace(
+            config,
+            {"input_ids": ids, "labels": ids},
+            precision=precision_of(args),
+            checkpointing="non-reentrant" if args.gradient_checkpointing else None,
+            tile_tokens=ours.tile_tokens,
+            kept_blocks="auto" if ours.fastest else 0,
+            tensor_parallel=ours.tp,
+            context_parallel=ours.cp,
+        )
     if ours.order == "bfs" and args.gradient_accumulation_steps > 1:
         with suppress(ValueError):  # it cannot be cut, and is computed in the ordinary order
             return block_by_block(trace, args.gradient_accumulation_steps)

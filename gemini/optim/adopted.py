@@ -425,8 +425,8 @@ def anatomy_of(steps: list[Snapshot], given: Mapping[str, Any]) -> Anatomy:
             factors.append(FactorSpec(name, form))
         else:
             raise Refusal(
-                f"its state {name!r} is {dtype} {list(last.shape)} for a param of {list(shape)}: neither an item for "
-                "each element, nor for each row or column, nor one for all"
+                f"its state {name!r} is {dtype} {list(last.shape)} for a param of {list(shape)}: there is room for an "
+                f"item for each element ({', '.join(ITEMSIZES)}), and in float32 for each row or column, or one for all"
             )
     return Anatomy(tuple(planes), tuple(numbers), tuple(counts), _group_counts(steps, given), tuple(factors))
 
@@ -445,7 +445,7 @@ def _counts(values: Iterable[Any]) -> bool:
         isinstance(value, (Tensor, int, float))
         and not isinstance(value, bool)
         and (not isinstance(value, Tensor) or value.dim() == 0)
-        and float(value) == number
+        and bool(value == number)
         for number, value in enumerate(values, 1)
     )
 

@@ -163,7 +163,6 @@ class Pipeline:
             ValueError: as :class:`Pipeline` and :func:`gemini.from_pretrained`; and, with several ranks, if the files
                 lack weights, since each stage would initialize them in another way.
         """
-        config = config_of(config).resolved()
         skeleton, info = skeleton_from_pretrained(
             path, model_class=model_class, **attention_keyword(attn_implementation), **kwargs
         )

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gemini.errors import BudgetExceeded
 from gemini.planning.costs import Costs, Efficiency, Grid, Group, MeshSizes, sent_in_ring
@@ -104,11 +104,11 @@ class Blocks:
             found.append(now)
         return found
 
-    def weights(self, seconds: Sequence[float]) -> list[float]:
-        """Seconds of each block, and at last of what comes after them; ``seconds`` are those of the moments."""
+    def flops(self) -> list[float]:
+        """FLOP of each block, and at last of what comes after them."""
         found = [0.0] * (self.number + 1)
-        for block, more in zip(self.of_moments(), seconds, strict=True):
-            found[max(block, 0)] += more
+        for block, moment in zip(self.of_moments(), self._trace.moments, strict=True):
+            found[max(block, 0)] += moment.flops
         return found
 
 
@@ -263,47 +263,40 @@ def play_mesh(
     per_machine: int,
     order: str | None = None,
     schedule: str = "overlapped",
-    ends: bool = False,
+    each_kind: bool = False,
 ) -> MeshOutcome:
-    """Plan and play a step over a mesh. BudgetExceeded names a stage that does not fit; ValueError for a model that has
-    fewer blocks than stages. ``trace``: of a micro-batch of the whole model on one rank, with its slices and parts of
-    sequences. ``make``: plans a stage of it for so many micro-batches, in this order ("" without stages). ``width``: of
-    hidden states. ``order``: None for the quicker one of those that fit. ``ends``: play only the first and the last
-    stage, which have what comes before and after the blocks.
+    """Plan and play a step over a mesh. BudgetExceeded names a stage that does not fit; ValueError for an unknown order
+    and for a model that has fewer blocks than stages. ``trace``: of a micro-batch of the whole model on one rank, with
+    its slices and parts of sequences. ``make``: plans a stage of it for so many micro-batches, in this order ("" for no
+    stages). ``width``: of hidden states. ``order``: None for the quicker one that fits. ``each_kind``: of stages that
+    have as many blocks, and are neither the first nor the last, play the first alone, where most micro-batches wait.
     """
-    if order is None and sizes.pp > 1:
-        how: Any = {"micro_batches": micro_batches, "width": width, "per_machine": per_machine, "ends": ends}
-        found, refusals = list[MeshOutcome](), list[BudgetExceeded]()
-        for each in ORDERS:
-            try:
-                found.append(play_mesh(trace, hardware, sizes, make, order=each, schedule=schedule, **how))
-            except BudgetExceeded as e:
-                refusals.append(e)
-        if not found:
-            raise refusals[0]
-        return min(found, key=lambda outcome: outcome.step_seconds)
-    grid, order = Grid(sizes, per_machine), "" if sizes.pp == 1 else order or ""
-    boundary = trace.tokens * width * compute_itemsize(trace.precision)
-    stages: list[StageOutcome] = []
-    for number, (start, stop, own) in enumerate(_stages(trace, sizes.pp, boundary)):
-        if ends and 0 < number < sizes.pp - 1:
-            continue
-        if order == "1f1b":
-            own = in_flight(own, min(micro_batches, sizes.pp - number))
-        elif order == "bfs":
-            own = breadth_first(own, micro_batches)
+    if order not in (None, *ORDERS):
+        raise ValueError(f"order={order!r} is not known; use one of {', '.join(ORDERS)}")
+    grid, boundary = Grid(sizes, per_machine), trace.tokens * width * compute_itemsize(trace.precision)
+    parts = [*_stages(trace, sizes.pp, boundary, each_kind=each_kind)]
+    found, refusals = list[MeshOutcome](), list[BudgetExceeded]()
+    for each in ("",) if sizes.pp == 1 else ORDERS if order is None else (order,):
+        stages = list[StageOutcome]()
         try:
-            plan = make(own, 1 if order == "bfs" else micro_batches, order)
+            for number, blocks, own in parts:
+                if each == "1f1b":
+                    own = in_flight(own, min(micro_batches, sizes.pp - number))
+                elif each == "bfs":
+                    own = breadth_first(own, micro_batches)
+                plan = make(own, 1 if each == "bfs" else micro_batches, each)
+                stages.append(StageOutcome(blocks, plan, simulate(plan, hardware, schedule=schedule, mesh=sizes)))
         except BudgetExceeded as e:
-            if sizes.pp == 1:
-                raise
-            where = f"stage {number + 1} of {sizes.pp} (blocks {start} to {stop - 1})"
-            raise BudgetExceeded(f"{where}: {e}") from e
-        timeline = simulate(plan, hardware, schedule=schedule, mesh=sizes)
-        stages.append(StageOutcome((start, stop), plan, timeline))
-    turns = micro_batches * (LOOPS if order == "bfs" else 1)
-    waits = _waits(stages, _costs(trace, hardware, grid), grid, turns, boundary)
-    return MeshOutcome(sizes, micro_batches, order, tuple(stages), trace.tokens * micro_batches * sizes.shards, *waits)
+            where = f"stage {number + 1} of {sizes.pp} (blocks {blocks[0]} to {blocks[1] - 1}): " if each else ""
+            refusals.append(BudgetExceeded(f"{where}{e}"))
+            continue
+        turns = micro_batches * (LOOPS if each == "bfs" else 1)
+        waits = _waits(stages, _costs(trace, hardware, grid), grid, turns, boundary)
+        tokens = trace.tokens * micro_batches * sizes.shards
+        found.append(MeshOutcome(sizes, micro_batches, each, tuple(stages), tokens, *waits))
+    if not found:
+        raise refusals[0]
+    return min(found, key=lambda outcome: outcome.step_seconds)
 
 
 def _waits(
@@ -366,13 +359,18 @@ def _sent(grid: Grid, stages: Sequence[StageOutcome]) -> dict[str, tuple[int, in
     }
 
 
-def _stages(trace: MemoryTrace, number: int, boundary: int) -> Iterator[tuple[int, int, MemoryTrace]]:
-    """The first block, the one after the last, and the step of each stage."""
-    if number == 1:
-        yield 0, 0, trace
+def _stages(
+    trace: MemoryTrace, pp: int, boundary: int, *, each_kind: bool
+) -> Iterator[tuple[int, tuple[int, int], MemoryTrace]]:
+    """Each stage: its number, the first of its blocks and the one after the last, and its step."""
+    if pp == 1:
+        yield 0, (0, 0), trace
         return
-    blocks = Blocks(trace)
-    if number > blocks.number:
-        raise ValueError(f"{number} stages of {trace.model}, which has only {blocks.number} blocks: use fewer stages")
-    for start, stop in balanced(blocks.weights([float(moment.flops) for moment in trace.moments]), number):
-        yield start, stop, stage_trace(trace, blocks, start, stop, boundary_bytes=boundary)
+    blocks, seen = Blocks(trace), set[int]()
+    if pp > blocks.number:
+        raise ValueError(f"{pp} stages of {trace.model}, which has only {blocks.number} blocks: use fewer stages")
+    for number, (start, stop) in enumerate(balanced(blocks.flops(), pp)):
+        is_between = 0 < number < pp - 1
+        if not (each_kind and is_between and stop - start in seen):
+            yield number, (start, stop), stage_trace(trace, blocks, start, stop, boundary_bytes=boundary)
+        seen |= {stop - start} if is_between else set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -106,7 +106,8 @@ def plan(
     """
     gradients = gradients or ("accumulate" if accumulate > 1 else "retain")
     names = {"precision": precision or trace.precision, "gradients": gradients, "schedule": schedule}
-    counts = {"accumulate": accumulate, "ranks": ranks, "local_ranks": local_ranks or ranks, "max_chunk": max_chunk}
+    sharing = ranks if local_ranks is None else local_ranks
+    counts = {"accumulate": accumulate, "ranks": ranks, "local_ranks": sharing, "max_chunk": max_chunk}
     check_settings(names | {"offload_activations": offload_activations} | counts)
     if not trace.moments:
         raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
@@ -114,7 +115,6 @@ def plan(
         trace = trace.with_fp32(())  # all are
     rule = spec_for(spec_of(optimizer), states, precision or trace.precision)
     check_gradients(gradients, rule)
-    sharing = local_ranks or ranks
     budgets = budgets_of(budget, hardware, sharing)
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
 
@@ -177,8 +177,12 @@ def first_that_fits(choose: Callable[[MemoryTrace, bool], Chosen], trace: Memory
 def budgets_of(
     budget: MemoryBudget | Mapping[Tier, int], hardware: Hardware | None, sharing: int = 1
 ) -> dict[Tier, int]:
-    """Bytes per tier for one of ``sharing`` ranks of a machine. Raises ValueError for a budget that holds nothing."""
+    """Bytes per tier for one of ``sharing`` ranks of a machine. Raises ValueError for a budget that holds nothing, or
+    bytes of what is no tier.
+    """
     found: dict[Tier, int] = {}
+    if not isinstance(budget, MemoryBudget) and (unknown := [key for key in budget if not isinstance(key, Tier)]):
+        raise ValueError(f"a budget of {unknown[0]!r}, which is no gemini.Tier: give gemini.MemoryBudget(cpu=...)")
     for tier in Tier:
         if isinstance(budget, MemoryBudget):
             declared = budget.bytes_of(tier)
@@ -302,26 +306,16 @@ def _refuse_divided(layout: Layout, rule: RuleSpec) -> None:
                 )
 
 
+@dataclass(frozen=True)
 class Planner:
-    """Makes and compares the plans of one trace."""
+    """Makes and compares the plans of one trace. ``policy``: who makes moves, on demand; None: the cheapest ones."""
 
-    def __init__(
-        self,
-        trace: MemoryTrace,
-        speeds: Speeds,
-        *,
-        accumulate: int = 1,
-        schedule: str = "serial",
-        hardware: Hardware | None = None,
-        policy: EvictionPolicy | None = None,
-    ):
-        """``policy``: who makes the moves, on demand; None for those that cost least."""
-        self.trace = trace
-        self.speeds = speeds
-        self.accumulate = accumulate
-        self.overlapped = schedule == "overlapped"
-        self.hardware = hardware
-        self.policy = policy
+    trace: MemoryTrace
+    speeds: Speeds
+    accumulate: int = 1
+    schedule: str = "serial"
+    hardware: Hardware | None = None
+    policy: EvictionPolicy | None = None
 
     def best_of(
         self,
@@ -386,7 +380,7 @@ class Planner:
             [n * counts[i] for i in sizes],
             self.speeds,
             accumulate=n,
-            overlapped=self.overlapped,
+            overlapped=self.schedule == "overlapped",
             compute_seconds=n * self._compute_seconds(problem),
             streaming=streaming,
         )
@@ -427,7 +421,7 @@ class Planner:
                 tier = plan.update_tier(index)
                 each = self.speeds.update(tier, plan.problem.rule.of(chunk.exact))
                 tracks["update gpu" if tier is Tier.GPU else "update"] += each * chunk.numel / plan.layout.ranks
-        if not self.overlapped:
+        if self.schedule != "overlapped":
             return sum(tracks.values())
         compute = self.accumulate * self._compute_seconds(plan.problem)
         return max([compute, *tracks.values()]) + 0.01 * sum(tracks.values())

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from gemini.jobs import JobError
+from gemini.jobs.models import byte_tokenizer, find_model, tokenizer_of
 from tests.cli.commands import Command, refused
 
 
@@ -110,6 +112,23 @@ def test_a_vocabulary_or_window_that_does_not_fit(
     command = ["sft", "--model_name_or_path", path, "--dataset_name", text, "--output_dir", tmp_path / "out"]
     refused(gemini_command(*command), "has a vocabulary of 100", "vocab_size of at least 257")
     refused(gemini_command(*command, "--max_length", 64), "--max_length 64 is more than the model's 32 positions")
+
+
+def test_special_tokens_that_no_text_becomes_may_be_beyond_the_vocabulary(
+    tmp_path: Path, tiny_values: dict[str, Any]
+) -> None:
+    """Gemma 3's for images has the first number behind the embedding of the models that read text alone."""
+    folder, tokenizer = tmp_path / "model", byte_tokenizer()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_values))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    tokenizer.save_pretrained(folder)
+    source = find_model(str(folder))
+    assert len(tokenizer_of(source)[0]) == 258
+    tokenizer.chat_template = "<image_soft_token>" + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(JobError, match="has a vocabulary of 257; .* need 258. Give a config with a vocab_size of at "):
+        tokenizer_of(source)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 
 import gemini
+from gemini.jobs import JobError
 from gemini.jobs.models import find_model
 from gemini.jobs.train import Run, trace_of
 from gemini.jobs.train_options import Parser, options_of
@@ -140,6 +141,30 @@ def test_a_step_on_a_gpu_is_traced_in_its_order(order: str, text: Path, tmp_path
     with mock.patch.object(type(options.args), "device", torch.device("cuda")):
         trace = trace_of(options, find_model(str(config)))
     assert trace is not None and trace.micro_batches == (4 if order == "bfs" else 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "refusal"),
+    [
+        (("--tp", 3), "its step cannot be traced: tensor parallel over 3 ranks: .* not a multiple of 3"),
+        (("--cp", 3), "its step cannot be traced: sequence_batch: 16 tokens cannot be cut into cp=3 parts"),
+        ((), "gemini sft of a bloom without positions, which say no length: --max_length N"),
+    ],
+)
+def test_a_step_that_cannot_be_traced_on_a_gpu_is_refused(
+    more: tuple[object, ...], refusal: str, text: Path, tmp_path: Path
+) -> None:
+    config = llama_config(tmp_path / "llama.json")
+    if not more:
+        config.write_text('{"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300}')
+    words = ["--model_name_or_path", config, "--dataset_name", text, "--output_dir", tmp_path / "out", *more]
+    options = options_of(Parser("sft").read([*map(str, words), "--max_length", "16"]), 3)
+    options.args.max_length = 16 if more else None  # as of YAML that says null
+    with (
+        mock.patch.object(type(options.args), "device", torch.device("cuda")),
+        pytest.raises(JobError, match=refusal),
+    ):
+        trace_of(options, find_model(str(config)))
 
 
 def test_a_lora_is_trained_by_its_plan(gemini_command: Command, tiny_config: Path, text: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Steps over a mesh: who is on which machine, traces of slices, stages out of a trace, and what a step takes."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -232,6 +233,20 @@ def test_a_bubble_shrinks_with_micro_batches() -> None:
     assert looped.bubble < many.bubble
     best = played(sizes, trace, 8)
     assert best.step_seconds == min(many.step_seconds, looped.step_seconds)
+
+
+def test_of_stages_of_a_kind_one_is_played() -> None:
+    """With the head the last stage has two of ten blocks and the first has two: the slowest ones are between them."""
+    config = copy.deepcopy(CONFIG)
+    config.num_hidden_layers = 10
+    trace, sizes = gemini.trace(config, batch_for(config, 2, 32), target="cuda"), MeshSizes(pp=4)
+    for order in ("1f1b", "bfs"):
+        kinds, every = (played(sizes, trace, 4, order=order, each_kind=each_kind) for each_kind in (True, False))
+        assert [stage.blocks for stage in every.stages] == [(0, 2), (2, 5), (5, 8), (8, 10)]
+        assert [stage.blocks for stage in kinds.stages] == [(0, 2), (2, 5), (8, 10)]
+        assert kinds.step_seconds == pytest.approx(every.step_seconds, rel=0.01)
+    with pytest.raises(ValueError, match="order='gpipe' is not known; use one of 1f1b, bfs"):
+        played(sizes, trace, 4, order="gpipe")
 
 
 def test_slices_over_machines_take_longer() -> None:

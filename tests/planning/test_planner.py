@@ -171,6 +171,8 @@ def test_what_a_budget_leaves_out_is_the_machines_with_a_margin() -> None:
     assert budgets_of(MemoryBudget(gpu=0, cpu=7), machine) == {CPU: 7}
     with pytest.raises(ValueError, match="needs a budget of host memory"):
         budgets_of({GPU: 1}, None)
+    with pytest.raises(ValueError, match="a budget of 'cpu', which is no gemini.Tier: give gemini.MemoryBudget"):
+        budgets_of({"cpu": "4GiB"}, None)  # type: ignore[dict-item]
 
 
 def test_refusals_say_what_to_do() -> None:
@@ -180,6 +182,8 @@ def test_refusals_say_what_to_do() -> None:
         plan(SMALL, None, budgets(None, 0.5, None))
     with pytest.raises(MissingFigure, match="'h2d'.*gemini doctor --measure"):
         plan(SMALL, Hardware("bare", {}), budgets(0.1, 1.2, None))
+    with pytest.raises(ValueError, match="local_ranks=0: it is at least 1"):
+        plan(SMALL, None, budgets(None, 1.2, None), local_ranks=0)
     with pytest.raises(ValueError, match="schedule='fast' is not known"):
         plan(SMALL, None, budgets(None, 1.2, None), schedule="fast")
     with pytest.raises(PlanMismatch, match="has no moments"):

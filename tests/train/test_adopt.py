@@ -301,6 +301,11 @@ class Late(_Of):
             self.state[param]["sum"] = grad.clone()
 
 
+class Complex(_Of):
+    def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
+        self.state[param]["phase"] = torch.tensor(1 + 2j)
+
+
 class Lazy(_Of):
     def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
         self.state[param]["sum"] = grad.clone() if self.state[param] else None
@@ -319,7 +324,8 @@ class Reserved(_Of):
         (Noisy, "draws random numbers inside step"),
         (Forgetful, "something stays in the optimizer itself"),
         (Sharing, "changes 'weight' in its param group"),
-        (Double, "state 'sum' is float64"),
+        (Double, "state 'sum' is float64 .*: there is room for an item for each element .uint8, .*float32., and in"),
+        (Complex, "state 'phase' is complex64"),
         (Listing, "state 'history' is a list"),
         (Late, "other states in later steps"),
         (Lazy, "state 'sum' is a NoneType, which no plane"),

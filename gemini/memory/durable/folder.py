@@ -80,15 +80,14 @@ def last_commit(directory: Path) -> Commit:
     found = stores(directory)
     if not found:
         raise StorageError(f"{directory} holds no durable store: it has no folder store-0001")
-    refusal: StorageError | None = None
+    refusals = list[StorageError]()
     for store in reversed(found):
         try:
             # A newer store without a commit that all have is one that was just begun: the older one counts.
             return Commit(store, common_records(store))
         except StorageError as e:
-            refusal = refusal or e
-    assert refusal is not None
-    raise refusal
+            refusals.append(e)
+    raise refusals[0]
 
 
 def common_records(store: Path) -> list[CommitRecord]:
