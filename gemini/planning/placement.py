@@ -387,16 +387,20 @@ def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:
 
 def check_fits(problem: Problem, placement: Placement) -> None:
     """Refuse a placement that a budget cannot hold. Raises BudgetExceeded with the missing bytes of each tier and the
-    cheapest change; ValueError if it streams updates that do not exist (frozen chunks), or where there is no GPU, or
-    puts into a file what stays in memory.
+    cheapest change; ValueError if it is of other chunks or planes, streams updates that do not exist (frozen chunks),
+    or where there is no GPU, or puts into a file what stays in memory.
     """
+    if len(placement.homes) != len(problem.sizes):
+        raise ValueError(f"the placement has homes for {len(placement.homes)} chunks, of {len(problem.sizes)}")
     if placement.streamed and problem.compute is not Tier.GPU:
         raise ValueError("the placement streams updates through a GPU, and this machine has none: leave streamed= out")
     if frozen := [index for index in placement.streamed if not problem.layout.chunks[index].trainable]:
         raise ValueError(
             f"the placement streams updates of frozen chunks {sorted(frozen)}: leave them out of streamed="
         )
-    for homes in placement.homes:
+    for index, (homes, sizes) in enumerate(zip(placement.homes, problem.sizes, strict=True)):
+        if homes.keys() != sizes.keys():
+            raise ValueError(f"the placement has homes for {[*homes]} of chunk {index}, which has {[*sizes]}")
         filed = [kind for kind in homes if homes[kind] in FILED and kind in problem.rule.in_memory]
         if filed:
             raise ValueError(

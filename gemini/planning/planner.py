@@ -102,9 +102,11 @@ def plan(
         BudgetExceeded: if the model does not fit. The message has the numbers and the cheapest change.
         MissingFigure: if the hardware lacks a speed that the plan needs.
         PlanMismatch: if the trace is not of a whole forward and backward.
-        ValueError: for an unknown setting.
+        ValueError: for an unknown setting, and for a placement of other chunks or planes.
     """
     gradients = gradients or ("accumulate" if accumulate > 1 else "retain")
+    if not isinstance(placement, (Placement, StaticPlacement, type(None))):
+        raise TypeError(f"placement= is a gemini.StaticPlacement, or homes (plan.placement), got {placement!r:.80}")
     names = {"precision": precision or trace.precision, "gradients": gradients, "schedule": schedule}
     sharing = ranks if local_ranks is None else local_ranks
     counts = {"accumulate": accumulate, "ranks": ranks, "local_ranks": sharing, "max_chunk": max_chunk}

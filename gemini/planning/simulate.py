@@ -123,23 +123,20 @@ def _samples(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Sa
     events.sort(key=lambda event: event[:2])
     samples: list[Sample] = []
     moment = 0
-
-    def sample(seconds: float) -> None:
-        shown = {tier: {holder: n for holder, n in holders.items() if n} for tier, holders in held.items()}
-        if not samples or samples[-1].held != shown:
-            samples.append(Sample(seconds, moment, shown))
-
     for position, (seconds, _, event) in enumerate(events):
         if seconds >= end:
             break
+        seconds = max(seconds, begin)
         if isinstance(event, int):
             moment = event
         else:
             holders = held.setdefault(event.tier, {})
             holders[event.holder] = holders.get(event.holder, 0) + event.num_bytes
         after = events[position + 1][0] if position + 1 < len(events) else end
-        if after > max(seconds, begin):  # all that changes at one time has
-            sample(max(seconds, begin) - begin)
+        if after > seconds:  # all that changes at one time has
+            shown = {tier: {holder: n for holder, n in holders.items() if n} for tier, holders in held.items()}
+            if not samples or samples[-1].held != shown:
+                samples.append(Sample(seconds - begin, moment, shown))
     return tuple(samples)
 
 

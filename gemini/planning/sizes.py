@@ -178,14 +178,10 @@ def with_kept(none: MemoryTrace, every: MemoryTrace, number: int) -> MemoryTrace
     of_none, of_every = (_walk(trace, every.kept_blocks) for trace in (none, every))
     last, kept = every.kept_blocks - 1, kept_among(every.kept_blocks, number)
 
-    def more(block: int) -> int:
-        """Bytes that all blocks before it keep more in ``every``, looked at when what they read is gone."""
-        first, own = (
-            [of["there", k if k < last else -1][0].live_bytes for of in (of_every, of_none)] for k in (0, block)
-        )
-        return (own[0] - own[1]) - (first[0] - first[1])
-
-    keeps = [more(block) for block in range(last + 1)]
+    # By block, bytes that all before it keep more in ``every``, looked at when what they read is gone.
+    begins = [("there", block) for block in (*range(last), -1)]
+    more = [of_every[place][0].live_bytes - of_none[place][0].live_bytes for place in begins]
+    keeps = [own - more[0] for own in more]
     # By block, of those before it the ones that are kept here.
     there = [sum(keeps[k + 1] - keeps[k] for k in kept if k < block) for block in range(last + 1)]
     moments: list[Moment] = []

@@ -321,19 +321,17 @@ class MemoryTrace(Document, kind="trace"):
         """Its model, its size, and its most expensive modules."""
         how = {Source.AHEAD: "traced ahead of time", Source.RECORDED: "recorded", Source.STRUCTURE: "from structure"}
         shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in self.batch.items())
-        checkpointing = ", gradient checkpointing" if self.checkpointing else ""
-        if self.kept_blocks:
-            checkpointing += f" but for {self.kept_blocks} blocks"
-        if self.kernels:
-            checkpointing += f", {self.kernels}'s kernels"
-        if self.tile_tokens is not None:
-            checkpointing += f", tiles of {tile_words(self.tile_tokens)}"
-        if self.context_parallel > 1:
-            checkpointing += f", one of {self.context_parallel} parts of each sequence"
-        if self.tensor_parallel > 1:
-            checkpointing += f", one of {self.tensor_parallel} slices of its layers"
+        settings = {
+            ", gradient checkpointing": self.checkpointing,
+            f" but for {self.kept_blocks} blocks": self.kept_blocks,
+            f", {self.kernels}'s kernels": self.kernels,
+            f", tiles of {self.tile_tokens and tile_words(self.tile_tokens)}": self.tile_tokens,
+            f", one of {self.context_parallel} parts of each sequence": self.context_parallel > 1,
+            f", one of {self.tensor_parallel} slices of its layers": self.tensor_parallel > 1,
+        }
+        said = "".join(words for words, is_so in settings.items() if is_so)
         lines = [
-            f"{self.model}, {self.num_params:,} params, {self.precision}{checkpointing}; {shapes or 'no inputs known'}",
+            f"{self.model}, {self.num_params:,} params, {self.precision}{said}; {shapes or 'no inputs known'}",
             f"{how[self.source]} for {self.target}: {len(self.moments):,} moments, {self.flops / 1e12:,.4g} TFLOP, "
             f"{self.tokens:,} tokens",
             f"beside params: {human_bytes(self.peak_bytes)} at the peak, buffers {human_bytes(self.buffer_bytes)}",

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -390,12 +391,7 @@ def batch_for(
     name = model_class.__name__
     known = inspect.signature(model_class.forward).parameters
 
-    def ids(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.long, device="meta")
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.float32, device="meta")
-
+    ids, numbers = (partial(torch.zeros, dtype=dtype, device="meta") for dtype in (torch.long, torch.float32))
     batch: dict[str, torch.Tensor] = {}
     if "pixel_values" in known and "input_ids" not in known:
         return {"pixel_values": numbers(batch_size, *_image_shape(config)), "labels": ids(batch_size)}

@@ -176,12 +176,12 @@ class GeminiDDP(nn.Module):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         *,
-        params: Iterable[nn.Parameter] | None = None,
+        params: nn.Parameter | Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
         """Clip the gradients of all params to a total 2-norm of ``max_norm``, after the last backward of a step.
 
         Gradients are multiplied by ``max_norm / (norm + 1e-6)`` if this is below 1, as in torch; the update does it in
-        fp32 when it reads them. ``params``: clip only these, for example those of one of several optimizers.
+        fp32 when it reads them. ``params``: clip only these (or this one), for example those of one optimizer.
 
         Returns:
             The norm before clipping: one fp32 number on ``model.device``. Reading its value waits for the GPU.
@@ -204,7 +204,8 @@ class GeminiDDP(nn.Module):
             )
         # A param that nobody manages would be left out of the norm.
         refuse_injected(engine_of(self).state, self, is_root=True)
-        handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
+        given = [params] if isinstance(params, torch.Tensor) else params  # one alone, as torch takes it
+        handles = None if given is None else [self._own(param, "clip_grad_norm_") for param in given]
         return engine_of(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
 
     def measuring_grad_norm(self, max_norm: float) -> contextlib.AbstractContextManager[MeasuredNorm]:

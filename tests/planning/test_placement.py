@@ -16,6 +16,7 @@ from gemini.planning.placement import (
     StaticPlacement,
     by_fractions,
     bytes_per_tier,
+    check_fits,
     fill_fastest,
 )
 from gemini.planning.planes import ADAM, GRAD, RESIDUAL, WEIGHTS, PlaneKind, compute_itemsize, plane_specs
@@ -204,6 +205,15 @@ def test_fractions_are_checked(bad: object) -> None:
         StaticPlacement(weights_on_nvme=bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="make more than 1"):
         StaticPlacement(optimizer_on_gpu=0.6, optimizer_on_nvme=0.5)
+
+
+def test_a_placement_of_other_chunks_or_planes_is_refused() -> None:
+    problem = problem_of({CPU: MUCH})
+    whole = by_fractions(problem, StaticPlacement())
+    with pytest.raises(ValueError, match=r"homes for 9 chunks, of 10"):
+        check_fits(problem, Placement(whole.homes[1:]))
+    with pytest.raises(ValueError, match=r"homes for \['weights'\] of chunk 0, which has \['weights', "):
+        check_fits(problem, Placement(({WEIGHTS: CPU}, *whole.homes[1:])))
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------

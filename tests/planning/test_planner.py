@@ -190,6 +190,8 @@ def test_refusals_say_what_to_do() -> None:
         plan(replace(SMALL, moments=()), None, budgets(None, 1.2, None))
     with pytest.raises(ValueError, match="compute='gpu' has no budget"):
         plan(SMALL, None, budgets(None, 1.2, None), compute=GPU)
+    with pytest.raises(TypeError, match=r"placement= is a gemini.StaticPlacement, or homes \(plan.placement\)"):
+        plan(SMALL, None, budgets(None, 1.2, None), placement=plan(SMALL, None, budgets(None, 1.2, None)))  # type: ignore[arg-type]
 
 
 def test_a_plan_of_another_model_or_other_settings_is_refused() -> None:

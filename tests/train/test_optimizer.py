@@ -134,7 +134,7 @@ def test_what_no_optimizer_owns_stays_clipped(where: str, tmp_path: Path) -> Non
     clipped = model.full_grad(left_out)
     assert clipped is not None
     assert same_bits(clipped, before.float() * (0.5 / (norm + 1e-6)))
-    model.clip_grad_norm_(0.25, params=[model.get_parameter(left_out)])
+    model.clip_grad_norm_(0.25, params=model.get_parameter(left_out))
     optimizer.step()
     again = model.full_grad(left_out)
     assert again is not None

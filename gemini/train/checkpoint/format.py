@@ -364,21 +364,20 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) 
         return _encode_tensor(value, tensors, where)
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode("ascii")}
-    if isinstance(value, tuple):
-        return {_TUPLE: [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]}
-    if isinstance(value, list):
-        return [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+    if isinstance(value, (tuple, list)):
+        items = [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
         # A user's dict with one of our tags as a key would come back as something else: it goes as items.
         if all(isinstance(key, str) for key in value) and not {_TUPLE, _ITEMS, _TENSOR, _BYTES} & set(value):
             return {key: encode(v, tensors, f"{where}.{key}", depth + 1) for key, v in value.items()}
-        items = []
+        pairs = []
         for key, v in value.items():
             name = f"{where}.{key}" if isinstance(key, (str, int)) else f"{where}[...]"
             if isinstance(key, torch.Tensor):
                 raise TypeError(f"{where} has a tensor as a key, which a checkpoint cannot keep")
-            items.append([encode(key, tensors, where, depth + 1), encode(v, tensors, name, depth + 1)])
-        return {_ITEMS: items}
+            pairs.append([encode(key, tensors, where, depth + 1), encode(v, tensors, name, depth + 1)])
+        return {_ITEMS: pairs}
     raise TypeError(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot keep: use numbers, strings, bytes, lists, "
         "tuples, dicts and tensors (checkpoints hold no pickles)"
