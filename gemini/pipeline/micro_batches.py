@@ -296,6 +296,8 @@ def _why_not_now(model: Any) -> str | None:
         return "an optimizer steps inside backward"
     if not engine.ranks.are_alone:
         return "there are several ranks: use gemini.Pipeline"
+    if not engine.forward.observers.make_way():
+        return "it is being recorded, by forwards of the whole model"
     ours = own_hooks(model)
     for module in model.modules():
         hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks

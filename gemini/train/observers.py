@@ -35,6 +35,13 @@ class Observers:
         self.recordings = recordings
         self.set_apart(self.around_own_work)
 
+    def make_way(self) -> bool:
+        """End a recording of Gemini's own, if there is one; says whether the program has none open either."""
+        for recording in self.recordings:
+            if (end := recording.gives_way()) is not None:
+                end()
+        return not self.recordings
+
     def set_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
         """Enter ``around`` around own work from now on, or nothing."""
         self.around_own_work = around

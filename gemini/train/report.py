@@ -135,8 +135,7 @@ def make_report(engine: Engine) -> MemoryReport:
             "peak": ledger.peak(tier),
             "holders": ledger.holders(tier),
         }
-    allocator = _reconcile(store.device, ledger)
-    if allocator:
+    if allocator := _reconcile(store.device, ledger):
         report["allocator"] = allocator
     report["moved"] = dict(sorted(store.mover.watch.moved_last_step.counts().items()))
     report["stalls"] = dict(store.mover.watch.stalls)
@@ -178,7 +177,7 @@ class Recording:
     def __init__(self, engine: Engine, model: nn.Module, trace: MemoryTrace | None):
         """PlanMismatch is raised for a trace of another model."""
         # Weakly: a program may keep the recording, to read its timeline, for longer than the model.
-        self._reference: Callable[[], Any] = weakref.ref(engine)
+        self._engine: Callable[[], Any] = weakref.ref(engine)
         self._flops = 0  # of a batch, where a trace says so
         if trace is not None:
             self._flops = trace.flops
@@ -193,13 +192,14 @@ class Recording:
         self._title = f"{self._name}, {engine.config.precision}, {engine.store.device.name}"
         self._title += f", 1 of {ranks} ranks" if ranks > 1 else ""
         self._budgets = {tier: engine.store.ledger.budget(tier) for tier in engine.store.ledger.tiers}
+        self.gives_way: Callable[[], Callable[[], None] | None] = lambda: None
+        """Finds what ends it for a recording of the program's, where it is one of Gemini's own."""
         self._is_open = False
         # A step whose beginning was before the block is not recorded.
         self._is_late = engine.state.computing or engine.backward.sink.has_gradients
         self._in_backward = ""
-        self._num_backwards = 0
-        self._tokens = 0
-        self._last: _Whole | None = None
+        self._num_backwards = self._tokens = 0
+        self.last: _Whole | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -214,13 +214,13 @@ class Recording:
         Raises:
             GeminiError: if no whole step was recorded.
         """
-        if self._last is None:
+        if self.last is None:
             raise GeminiError(
                 "no whole step was recorded: let a forward with gradients, its backward and optimizer.step() run "
                 "inside `with model.recording()`, and zero_grad() of what was there before"
             )
         self.drain()
-        step, tokens, num_batches = self._last
+        step, tokens, num_batches = self.last
         flops, tokens = self._flops * num_batches, tokens * self._ranks
         return step.timeline(title=self._title, tokens=tokens, flops=flops, budgets=self._budgets)
 
@@ -286,7 +286,7 @@ class Recording:
     def end_step(self) -> None:
         """Keep the step that an optimizer step has ended, if it was recorded from its beginning."""
         if self._recorder.in_step:
-            self._last = _Whole(self._recorder.end_step(), self._tokens, self._num_backwards)
+            self.last = _Whole(self._recorder.end_step(), self._tokens, self._num_backwards)
         self._is_late, self._num_backwards = False, 0
 
     # ---- inside -------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Recording:
         """Record the steps of ``model`` inside."""
         engine = self._engine()
         observers, watch, ledger = engine.forward.observers, engine.store.mover.watch, engine.store.ledger
-        if observers.recordings:
+        if not observers.make_way():
             raise GeminiError("this model is being recorded already: open one recording() at a time")
 
         def count(module: nn.Module, args: Any, kwargs: Mapping[str, Any] = {}) -> None:  # without, removed meanwhile
@@ -307,6 +307,7 @@ class Recording:
         try:
             with WHOLE:
                 counting.append(model.register_forward_pre_hook(count, with_kwargs=True))
+                del model  # which may be what keeps this open
                 observers.record(self)
                 watch.recorder, ledger.on_change = self._recorder, self._recorder.held
                 # Last: `drain` and hooks of graphs go by it.
@@ -325,16 +326,12 @@ class Recording:
 
     def drain(self) -> None:
         """Let updates that the last step left in flight end: they are part of it, unless the next one has begun."""
-        engine = self._reference()
-        if engine is not None and self._is_open and self._last is not None and self._last.step.next_start is None:
+        engine = self._engine()
+        if engine is not None and self._is_open and self.last is not None and self.last.step.next_start is None:
             engine.drain()
 
     def _name_of(self, module: nn.Module, phase: str) -> str:
         return f"{phase} {self._paths.get(id(module)) or self._name}"
-
-    def _engine(self) -> Engine:
-        engine: Engine = self._reference()
-        return engine
 
 
 def count_tokens(args: Any, kwargs: Mapping[str, Any]) -> int:

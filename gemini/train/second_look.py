@@ -5,8 +5,10 @@ machine are corrected by it, and the number of kept blocks is chosen again by th
 from __future__ import annotations
 
 import datetime
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,81 +29,64 @@ from gemini.tiers import Tier
 from gemini.train.activations.kept import KeptBlocks
 from gemini.train.engine import Engine, engine_of
 from gemini.train.report import Recording
+from gemini.train.setup.problem import Decision
 
 PAYS = 0.05  # the part of a step that another number of blocks has to save
 AFTER = 2  # steps before the one that is recorded
 
 
 class SecondLook:
-    """Keeps the blocks of one model, which it does not hold, and looks once."""
+    """Looks once at the steps of one model, which it does not hold. ``kept``: the blocks that are kept at first."""
 
-    def __init__(self) -> None:
-        self._kept: KeptBlocks | None = None
-        self._begun, self._batches = -1, 0  # steps that params had made at first; batches of the one that is recorded
+    def __init__(self, model: nn.Module, kept: KeptBlocks | None):
+        self._kept = kept
+        self._begun = -1  # steps that params had made at first
         self._opened, self._recording = ExitStack(), list[Recording]()
-        self._handle: Any = None
+        self._handle = model.register_forward_pre_hook(self._before_forward, prepend=True)
+        model.__dict__["_gemini_hooks"].append([self._handle])
 
-    def keep(self, model: nn.Module, number: int) -> None:
-        """Keep so many blocks from here on."""
-        self.take_away()
-        if number:
-            self._kept = KeptBlocks(model, number)
-            self._kept.keep(model)
-            model.__dict__["_gemini_hooks"] += self._kept.handles
-
-    def take_away(self) -> None:
-        """Let the model checkpoint as it did."""
+    def close(self) -> None:
+        """End, and let the model checkpoint as it did."""
+        self._opened.close()
         if self._kept is not None:
             self._kept.take_away()
-            self._kept = None
-
-    def watch(self, model: nn.Module) -> None:
-        """Look when the time has come."""
-        self._handle = model.register_forward_pre_hook(self._before_forward, prepend=True)
-        model.__dict__["_gemini_hooks"].append(self._handle)
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        engine, trains = engine_of(model), torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return
+        engine = engine_of(model)
         made = max(handle.num_steps for handle in engine.params.handles)
         self._begun = made if self._begun < 0 else self._begun
-        if trains and made - self._begun == AFTER:
-            if not (self._recording or engine.forward.observers.recordings):
-                self._recording.append(self._opened.enter_context(Recording(engine, model, None).opened(model)))
-            self._batches += 1
-        elif trains and made - self._begun > AFTER:
-            self._handle.remove()
+        if engine.store.manager.foresight.is_scoped:
             self._opened.close()
+            self._handle.remove()  # block by block: no step that was planned
+        elif made - self._begun == AFTER:
+            if not (self._recording or engine.forward.observers.recordings):
+                self._recording.append(recording := Recording(engine, model, None))
+                recording.gives_way = weakref.WeakMethod(self._opened.close)
+                self._opened.enter_context(recording.opened(model))
+        elif made - self._begun > AFTER:
+            self._opened.close()
+            self._handle.remove()
+            batches = sum(recording.last.num_batches for recording in self._recording if recording.last)
             try:
-                if engine.ranks.smallest([len(self._recording)])[0]:  # else the program records by itself, on some rank
-                    self._look(model, engine, self._recording[0].timeline)
+                if engine.ranks.smallest([batches])[0]:  # else the program records by itself, on some rank
+                    self._look(model, engine, self._recording[0].timeline, batches)
             except (GeminiError, ValueError) as e:  # of a step that is not the one which was traced
                 warn(f'step="fastest": what was recorded cannot be compared with the plan ({e})')
 
-    def _look(self, model: nn.Module, engine: Engine, measured: Timeline) -> None:
+    def _look(self, model: nn.Module, engine: Engine, measured: Timeline, batches: int) -> None:
         """Compare, correct, choose again, and keep another number of blocks if that pays and has room."""
-        decision, config = engine.decision, engine.config
-        choice, hardware, there, batches = decision.choice, config.hardware, decision.problem, self._batches
-        assert choice is not None and hardware is not None and decision.plan is not None
-        speeds, away = Speeds.of(hardware, there.budgets), decision.plan.offload_activations
-        schedule = "overlapped" if config.overlap else "serial"
-        room = there.activations + engine.ranks.smallest([engine.store.ledger.free(there.compute)])[0]
-
-        def plan(step: MemoryTrace) -> Plan:
-            problem = replace(there, offloaded=step.checkpoint_bytes if there.offload_to else 0)
-            if there.compute is Tier.GPU:
-                flights = working.flight_bytes(step) if there.flights else 0
-                takes = working.activation_bytes(step, offloaded=there.offload_to is not None)
-                problem = replace(problem, activations=takes, flights=flights)
-                if takes + flights - there.flights > room:
-                    raise BudgetExceeded("activations have no more room while others are where they are")
-            planner = Planner(step, speeds, accumulate=batches, schedule=schedule, hardware=hardware)
-            return planner.with_moves(problem, decision.placement, away)
-
+        decision, hardware = engine.decision, engine.config.hardware
+        assert decision.choice is not None and hardware is not None
+        schedule = "overlapped" if engine.config.overlap else "serial"
+        free = engine.ranks.smallest([engine.store.ledger.free(decision.problem.compute)])[0]
+        plan = partial(_with_kept, decision, hardware, schedule, batches, free)
         now = plan(decision.trace)
         predicted = simulate(now, hardware, schedule=schedule)
         corrected = corrected_by(measured, predicted, hardware, engine)
         was = step_seconds(now, corrected, schedule)
-        best, seconds = quickest_kept(choice, corrected, schedule, plan)
+        best, seconds = quickest_kept(decision.choice, corrected, schedule, plan)
         found = {"measured": measured.step_seconds, "predicted": predicted.step_seconds, "corrected": was}
         engine.decision = decision._replace(compared={**found, "hardware": corrected})
         took, told = (human_seconds(found[name]) for name in ("measured", "predicted"))
@@ -114,13 +99,38 @@ class SecondLook:
 
     def _switch(self, model: nn.Module, engine: Engine, plan: Plan) -> None:
         """Keep the blocks of ``plan``. Between two steps nothing is saved, so nothing has to move."""
-        ledger, problem, kept = engine.store.ledger, plan.problem, plan.trace.kept_blocks
+        ledger, problem, number = engine.store.ledger, plan.problem, plan.trace.kept_blocks
         ledger.release(problem.compute, engine.decision.problem.activations, "activations")
         ledger.reserve(problem.compute, problem.activations, "activations")
         moving = problem.moving(plan.placement)
         engine.store.manager.foresight.schedule = Schedule(plan.accesses, plan.moves, moving, plan.again)
-        self.keep(model, kept)
-        engine.decision = engine.decision._replace(trace=plan.trace, problem=problem, plan=plan, kept_blocks=kept)
+        if self._kept is not None:
+            self._kept.take_away()
+        self._kept = KeptBlocks(model, number) if number else None
+        if self._kept is not None:
+            model.__dict__["_gemini_hooks"].append(self._kept.handles)
+            self._kept.keep(model)
+        engine.decision = engine.decision._replace(trace=plan.trace, problem=problem, plan=plan, kept_blocks=number)
+
+
+def _with_kept(
+    decision: Decision, hardware: Hardware, schedule: str, batches: int, free: int, step: MemoryTrace
+) -> Plan:
+    """Plan ``step``, with another number of blocks kept, every home where it is. Raises BudgetExceeded if that takes
+    more than there is and ``free`` bytes.
+    """
+    there, plan = decision.problem, decision.plan
+    assert plan is not None
+    problem = replace(there, offloaded=step.checkpoint_bytes if there.offload_to else 0)
+    if there.compute is Tier.GPU:
+        flights = working.flight_bytes(step) if there.flights else 0
+        takes = working.activation_bytes(step, offloaded=there.offload_to is not None)
+        problem = replace(problem, activations=takes, flights=flights)
+        if takes + flights > there.activations + there.flights + free:
+            raise BudgetExceeded("activations have no more room while others are where they are")
+    speeds = Speeds.of(hardware, there.budgets)
+    planner = Planner(step, speeds, accumulate=batches, schedule=schedule, hardware=hardware)
+    return planner.with_moves(problem, decision.placement, plan.offload_activations)
 
 
 def corrected_by(measured: Timeline, predicted: Timeline, hardware: Hardware, engine: Engine) -> Hardware:

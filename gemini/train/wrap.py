@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks.agree import Point
 from gemini.ranks.group import Ranks
 from gemini.sharing import joining
+from gemini.train.activations.kept import KeptBlocks
 from gemini.train.checkpoint.write import pending_in
 from gemini.train.context import ContextParallel, Exchange
 from gemini.train.engine import Engine, engine_of
@@ -148,17 +150,20 @@ def _put_on(
     changes.append(_to_call(prepare_layers(structure, engine.store.device.torch_device)))
     # After what changes forwards (tiles) and devices: hooks hang on the model as it is going to compute.
     changes.append(_unhook)
-    registered = model.__dict__["_gemini_hooks"] = list[Any]()
+    registered = model.__dict__["_gemini_hooks"] = list[list[Any]]()
     hooks.attach(structure, engine, registered)
-    blocks = SecondLook()
-    changes.append(_to_call(blocks.take_away))
-    blocks.keep(model, engine.decision.kept_blocks)
+    number = engine.decision.kept_blocks
+    kept = KeptBlocks(model, number) if number else None
+    if kept is not None:
+        changes.append(_to_call(kept.take_away))
+        registered.append(kept.handles)
+        kept.keep(model)
     if engine.config.step == "fastest" and engine.decision.choice is not None:
-        blocks.watch(model)
+        changes.append(_to_call(SecondLook(model, kept).close))
     if engine.ranks.context.size > 1:
         _divide_sequences(model, engine, changes)
     if engine.ranks.same_batch.size > 1:
-        registered.append(compare_first_batch(model, engine.ranks.same_batch))
+        registered.append([compare_first_batch(model, engine.ranks.same_batch)])
     return moved
 
 
@@ -233,7 +238,7 @@ def _to_call(undo: Callable[[], None]) -> Undo:
 
 
 def _unhook(model: nn.Module) -> None:
-    for hook in model.__dict__.pop("_gemini_hooks", ()):
+    for hook in chain.from_iterable(model.__dict__.pop("_gemini_hooks", ())):
         hook.remove()
 
 

@@ -367,3 +367,20 @@ def test_a_backward_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     model.zero_grad()
     assert held(model) == {} and world_of(model).ledger.held(Tier.CPU, "activations in flight") == 0
     world_of(model).check()
+
+
+def test_what_is_kept_waits_below_when_blocks_are_compiled_later(tmp_path: Path) -> None:
+    """As where they were compiled before; else it would stay on the device that computes, which has no room for it."""
+    waits = []
+    for compiles in (lambda _: None, lambda model: model.compile(backend="eager")):
+        model = wrap(llama(), tmp_path, "standin", "cpu", LAYERS)
+        enable(model)
+        compiles(model)
+        for step in range(2):
+            loss = model(**batch(step)).loss
+            waits.append(held(model))
+            loss.backward()
+            model.zero_grad()
+        released = gemini.release(model)
+        assert not any(block._forward_hooks or block._forward_pre_hooks for block in KeptBlocks(released, 99).blocks)
+    assert waits[0]["cpu"] > 0 and waits == [waits[0]] * 4

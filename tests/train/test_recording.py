@@ -120,7 +120,7 @@ def test_an_overlapped_step_shows_what_ran_beside_computing(device: str, gradien
             optimizer.step()
             optimizer.zero_grad()
             if seed == 1:  # of the second step until the third begins
-                world, tail = world_of(model), recording._last.step
+                world, tail = world_of(model), recording.last.step
     second = tail.timeline(title="", tokens=0, flops=0, budgets={})
     third = recording.timeline
     check(third, model, alone=False)

@@ -1,5 +1,7 @@
 """The quickest step, chosen where a model is wrapped: how many blocks are kept, by the speeds of the machine."""
 
+import gc
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -218,3 +220,60 @@ def test_a_step_of_several_batches_is_looked_at_as_that(gradients: str, tmp_path
                 optimizer.step()
                 optimizer.zero_grad()
     assert model.memory_report()["step"]["corrected"] > 0
+
+
+def one_step(model: Any, optimizer: Any, step: int) -> None:
+    model(**batch(step)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:step=.fastest.")
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_program_may_record_at_any_step(first: int, tmp_path: Path) -> None:
+    """Where what the second look records is under way, or over, as well."""
+    model = wrap(made(), tmp_path, step="fastest")
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3)
+    for step in range(first):
+        one_step(model, optimizer, step)
+    with model.recording() as recording:
+        for step in range(first, 6):
+            one_step(model, optimizer, step)
+    assert recording.timeline.tokens == batch()["input_ids"].numel()
+    assert (model.memory_report()["step"] is not None) == (first == 3)
+
+
+def test_nothing_is_left_of_a_look_that_has_not_come(tmp_path: Path) -> None:
+    """A run that ends in the step which is recorded: its model goes, or is an ordinary one."""
+    for ends in (gemini.release, lambda model: None):
+        model = wrap(made(), tmp_path, step="fastest")
+        optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3)
+        for step in range(3):
+            one_step(model, optimizer, step)
+        engine, reference = weakref.ref(engine_of(model)), weakref.ref(model)
+        assert engine_of(model).forward.observers.recordings
+        gc.collect()
+        gc.disable()
+        try:
+            kept = ends(model)
+            del model, optimizer
+            assert engine() is None and reference() is kept
+            assert kept is None or not (kept._forward_hooks or kept._forward_pre_hooks)
+        finally:
+            gc.enable()
+
+
+@pytest.mark.filterwarnings("error")
+def test_steps_block_by_block_are_not_looked_at(tmp_path: Path) -> None:
+    """They are none that was planned, and looking would make them others."""
+    model = wrap(made(), tmp_path, gpu="1200KiB", offload_activations="cpu", step="fastest", gradients="accumulate")
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3)
+    for step in range(5):
+        gemini.train_step(model, [batch(2 * step), batch(2 * step + 1)])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.memory_report()["step"] is None
+    with model.recording() as recording, pytest.warns(UserWarning, match="one after another.*it is being recorded"):
+        gemini.train_step(model, [batch(0), batch(1)])
+        optimizer.step()
+    assert recording.timeline.tokens == 2 * batch()["input_ids"].numel()

@@ -134,7 +134,8 @@ class Foresight:
     def __init__(self, schedule: Schedule | None = None):
         self.schedule = schedule
         """Of the step that is under way, or may follow; None until one is recorded."""
-        self._num_strange, self._is_scoped = 0, False  # steps in a row that did something else
+        self._num_strange = 0  # steps in a row that did something else
+        self.is_scoped = False  # whether micro-batches pass through stages together
         self._held: dict[int, None] = {}  # chunks that are read now, in the order of their acquires
         self._seen: list[Access] | None = None  # accesses so far; None where nothing is recorded
         self.in_step = False
@@ -157,18 +158,18 @@ class Foresight:
         """All forwards and backwards inside are one step, of this schedule."""
         self.interrupt()
         usual = self.schedule, self._num_strange
-        self.schedule, self._num_strange, self._is_scoped = schedule, 0, True
+        self.schedule, self._num_strange, self.is_scoped = schedule, 0, True
         try:
             yield
         finally:
-            self._is_scoped = False
+            self.is_scoped = False
             self.interrupt()
             self.schedule, self._num_strange = usual
 
     def begin(self) -> None:
         """A forward that a backward may follow begins."""
         # Further micro-batches of a scope: the step goes on.
-        if self.in_step and self._is_scoped:
+        if self.in_step and self.is_scoped:
             return
         self.in_step = True
         # One strange step (an odd batch at the end of an epoch) is no reason to record anew, two in a row are.
@@ -179,7 +180,7 @@ class Foresight:
 
     def end(self) -> None:
         """End the step: its backward is over, and what was recorded becomes the schedule. Inside a scope it goes on."""
-        if self._is_scoped:
+        if self.is_scoped:
             return
         if self._seen:
             chunks = frozenset(index for access in self._seen for index in access.chunks)
@@ -192,7 +193,7 @@ class Foresight:
     def interrupt(self) -> None:
         """Forget the step under way: what runs now, or failed, is no such step. That of a scope ends with the scope."""
         self._held.clear()
-        if self._is_scoped:  # each of its forwards asks what an interrupt has left
+        if self.is_scoped:  # each of its forwards asks what an interrupt has left
             return
         self.in_step, self._seen = False, None
         if self.schedule is not None:

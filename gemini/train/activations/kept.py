@@ -5,12 +5,13 @@ What autograd saves in them stays, or waits where the inputs of the others do.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from gemini.planning.trace import kept_among
 from gemini.train.modules.changing import hook_around
+from gemini.train.modules.reading import compiled_part
 
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
@@ -25,11 +26,10 @@ class _Inside(threading.local):
 INSIDE = _Inside()
 
 
-class _InPlace:
+class _InPlace(NamedTuple):
     """Computes a block where transformers would have it checkpointed, with the same arguments: without a cache too."""
 
-    def __init__(self, checkpointing: Any):
-        self.checkpointing = checkpointing  # what stood in its place
+    checkpointing: Any  # what stood in its place
 
     def __call__(self, function: Any, *args: Any) -> Any:
         return function(*args)
@@ -49,18 +49,23 @@ class KeptBlocks:
                 "own, so it cannot be told which of them to compute again. Leave kept_blocks out"
             )
         self._told: set[int] = set()  # blocks whose flags are down, by their place here
+        self._compiled: list[Any] = []  # by their place, what was compiled when they were hooked
         self.handles: list[Any] = []
 
     def keep(self, model: nn.Module) -> None:
         """Keep them in each forward of ``model``, which this does not hold."""
         self.handles.append(model.register_forward_pre_hook(self._tell, prepend=True))
-        for block in self.blocks:
-            self.handles += hook_around(block, _enter, _leave)
         self._tell()
 
     def _tell(self, *_: Any) -> None:
-        """Before each forward: the program may have switched checkpointing on since."""
+        """Before each forward: the program may have switched checkpointing on since, or compiled blocks."""
         INSIDE.kept = False  # where an interrupt has ended a forward
+        if (compiled := [compiled_part(block) for block in self.blocks]) != self._compiled:
+            while len(self.handles) > 1:  # all but that of this
+                self.handles.pop().remove()
+            for block in self.blocks:
+                self.handles += hook_around(block, _enter, _leave)
+            self._compiled = compiled
         for place, block in enumerate(self.blocks):
             if (function := block.__dict__.get(_FUNCTION)) is None:
                 if getattr(block, _FLAG):
@@ -71,8 +76,8 @@ class KeptBlocks:
 
     def take_away(self) -> None:
         """Let the model checkpoint as it did."""
-        for handle in self.handles:
-            handle.remove()
+        while self.handles:
+            self.handles.pop().remove()
         for place, block in enumerate(self.blocks):
             if isinstance(function := block.__dict__.get(_FUNCTION), _InPlace):
                 block.__dict__[_FUNCTION] = function.checkpointing

@@ -92,12 +92,12 @@ def refuse_compiled_whole(structure: Structure) -> None:
                     f"{path!r} is compiled with CUDA graphs, which fix addresses, and its weights come and go. Leave "
                     'mode="reduce-overhead" out, or take mode="max-autotune-no-cudagraphs" for "max-autotune"'
                 )
-            for inner, block in module.named_modules():
-                if _BLOCK.fullmatch(f"{path}.{inner}") and inner and _has_params(block):
-                    raise GeminiError(
-                        f"{path!r} is compiled with all the blocks in it, so that all of it would have to be gathered "
-                        f"at once. {BLOCKS_INSTEAD}"
-                    )
+            inside = [(f"{path}.{name}", each) for name, each in module.named_modules() if name]
+            if any(_BLOCK.fullmatch(name) and _has_params(each) for name, each in inside):
+                raise GeminiError(
+                    f"{path!r} is compiled with all the blocks in it, so that all of it would have to be gathered at "
+                    f"once. {BLOCKS_INSTEAD}"
+                )
 
 
 def _has_params(module: nn.Module) -> bool:

@@ -200,10 +200,10 @@ def cast_where_they_meet(
         hooks.extend(put(dtype) for original, put in made if any(id(param) in kept for param in original))
         # The root has a hook of its own for its inputs.
         is_plain = bool(own) and module is not structure.model and not any(id(param) in kept for param in own)
-        if is_plain and is_told:
-            hooks.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
-        elif is_plain and isinstance(module, _OF_ONE_DTYPE) and id(module) not in casts_itself:
-            hooks.append(module.register_forward_pre_hook(_as_weights(dtype), with_kwargs=True))
+        is_helped = isinstance(module, _OF_ONE_DTYPE) and id(module) not in casts_itself
+        if is_plain and (is_told or is_helped):
+            cast = partial(cast_inputs if is_told else _as_weights, dtype)
+            hooks.append(module.register_forward_pre_hook(cast, with_kwargs=True))
 
 
 def _inside_of_casting(structure: Structure) -> set[int]:
@@ -219,19 +219,16 @@ def _inside_of_casting(structure: Structure) -> set[int]:
     return {id(module) for whole in casting for module in whole.modules()}
 
 
-def _as_weights(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # One look for what is nearly every call of every layer.
-        if len(args) == 1 and getattr(args[0], "dtype", None) is dtype:
-            return None  # nearly always
-        kind = args[0].device.type if args and isinstance(args[0], torch.Tensor) else "cpu"
-        if torch.is_autocast_enabled(kind) and not (kind == "cpu" and isinstance(module, _NOT_BY_AUTOCAST)):
-            return None  # autocast casts: to ``dtype`` first would round twice
-        if any(param is not None and param.dtype is not dtype for param in module._parameters.values()):
-            return None  # the model has cast its weights itself, which its gradients will tell
-        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
-
-    return before
+def _as_weights(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    # One look for what is nearly every call of every layer.
+    if len(args) == 1 and getattr(args[0], "dtype", None) is dtype:
+        return None  # nearly always
+    kind = args[0].device.type if args and isinstance(args[0], torch.Tensor) else "cpu"
+    if torch.is_autocast_enabled(kind) and not (kind == "cpu" and isinstance(module, _NOT_BY_AUTOCAST)):
+        return None  # autocast casts: to ``dtype`` first would round twice
+    if any(param is not None and param.dtype is not dtype for param in module._parameters.values()):
+        return None  # the model has cast its weights itself, which its gradients will tell
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
 
 def _compute_in_fp32(module: nn.Module, dtype: torch.dtype, hooks: list[Any]) -> None:
@@ -296,12 +293,8 @@ def _but(key: Any, value: Any, dtype: torch.dtype, but: Collection[Any]) -> Any:
     return value if isinstance(key, str) and key in but else cast_floats(value, dtype, but=but)
 
 
-def cast_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    """Make a pre-hook of the root, or of what reads the outputs of a named part: its inputs come in ``dtype``."""
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is dtype:
-            return None  # one look, where nothing is to be cast
-        return cast_floats(args, dtype, but=TARGETS), cast_floats(kwargs, dtype, but=TARGETS)
-
-    return before
+def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Bring inputs to ``dtype``: a pre-hook of the root, or of what reads the outputs of a named part."""
+    if len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is dtype:
+        return None  # one look, where nothing is to be cast
+    return cast_floats(args, dtype, but=TARGETS), cast_floats(kwargs, dtype, but=TARGETS)

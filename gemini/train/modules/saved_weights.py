@@ -33,7 +33,7 @@ from gemini.train.modules.calls import CallRecord
 from gemini.train.observers import Observers, own_work
 from gemini.train.params.by_name import owner_of
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle
 
 _hooks: Any = torch._C._autograd
 _CHECKPOINTING = torch.utils.checkpoint.__name__
@@ -54,23 +54,19 @@ class _Kept(tuple[torch.Tensor, int]):
     __slots__ = ()  # and no `__init__`: one is made for all that is saved
 
 
-class _OfOther:
+class _OfOther(NamedTuple):
     """A param of another managed model, which a function of the program's own has saved outside of that one's forward:
-    what it shows there is no memory to be kept.
+    what it shows there is no memory to be kept. ``num_writes``: how often it had been written to.
     """
 
-    __slots__ = ("num_writes", "param")
-
-    def __init__(self, param: ManagedParameter):
-        self.param, self.num_writes = param, handle_of(param).num_writes  # type: ignore[union-attr]
+    handle: ParamHandle
+    num_writes: int
 
     def read(self) -> torch.Tensor:
         """Return a copy of it."""
-        handle = handle_of(self.param)
-        assert handle
-        _refuse_written(handle, self.num_writes)
-        with torch.no_grad(), owner_of(handle).forward.opened_at_rest([handle.chunk]):
-            return self.param.detach().clone()
+        _refuse_written(*self)
+        with torch.no_grad(), owner_of(self.handle).forward.opened_at_rest([self.handle.chunk]):
+            return self.handle.param.detach().clone()
 
 
 class _Elsewhere(NamedTuple):
@@ -255,7 +251,8 @@ class SavedWeights:
             view = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
             return _Place((chunk, handle, handle.num_writes, *view))
         if type(tensor) is ManagedParameter:
-            return _OfOther(tensor)
+            handle = tensor._gemini  # type: ignore[attr-defined]
+            return _OfOther(handle, handle.num_writes)
         # Detached: an output that held its own graph would be freed by the garbage collector only.
         around = self.observers.around_own_work
         if not around:

@@ -374,9 +374,9 @@ def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def _set_data(handle: ParamHandle, value: torch.Tensor, caller: CodeType) -> None:
     """Serve ``param.data = value`` at rest: ``param.data += 1`` ends so, and so torch copies a vector into params."""
-    if isinstance(value, ReadLater) and value.dtype is handle.param.dtype:
-        if _place_of(value) == _place_of(handle.param):  # what it is already
-            return
+    is_alike = isinstance(value, ReadLater) and value.dtype is handle.param.dtype
+    if is_alike and _place_of(value) == _place_of(handle.param):  # what it is already
+        return
     if caller is not nn.utils.vector_to_parameters.__code__:
         raise ParamAccessError(
             f"param.data = ..., which module.to() does too, would let managed param {handle.name!r} share the memory "

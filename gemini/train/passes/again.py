@@ -108,7 +108,7 @@ def _version(value: Any) -> int:
 
 def own_hooks(model: nn.Module) -> set[int]:
     """Identifiers of the hooks that a managed model has of Gemini's."""
-    return {hook.id for hook in vars(model)["_gemini_hooks"] if hasattr(hook, "id")}
+    return {hook.id for hooks in vars(model)["_gemini_hooks"] for hook in hooks if hasattr(hook, "id")}
 
 
 def marks_of(modules: list[nn.Module]) -> list[dict[str, Any]]:

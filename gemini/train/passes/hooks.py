@@ -39,9 +39,6 @@ ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-NUM_ROOT_HOOKS = 3
-"""Number of hooks of the root, the first in the list: they run while others change, and so stay."""
-
 Chunks = tuple[Chunk, ...]
 Pre = Callable[[nn.Module, Any], None]
 Post = Callable[[nn.Module, Any, Any], Any]
@@ -59,15 +56,17 @@ class Passes(Owner, Protocol):
         """Wait until nothing is in flight."""
 
 
-def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
-    """Register every hook on a model, and note it in ``hooks``, which changes with what is compiled: it is the model's
-    own, and all that is ever to be removed.
+def attach(structure: Structure, passes: Passes, hooks: list[list[Any]]) -> None:
+    """Register every hook on a model, and note it in ``hooks``, which is the model's own and all that is ever to be
+    removed: in one list those of the root, in another those that change with what is compiled.
     """
     changing.watch(module for _, module in structure.modules)
-    # Updates may be under way where steps overlap. The root's hooks come first in `hooks`: see NUM_ROOT_HOOKS.
+    # Updates may be under way where steps overlap.
     waits = _chunks_to_await(structure) if passes.config.overlap else {}
-    _attach_root(structure, passes, hooks, waits.get("", ()))
-    _attach_parts(structure, passes, hooks, waits)
+    root, parts = list[Any](), list[Any]()
+    hooks += [root, parts]
+    _attach_root(structure, passes, root, waits.get("", ()), parts)
+    _attach_parts(structure, passes, parts, waits)
 
 
 def _attach_parts(structure: Structure, passes: Passes, hooks: list[Any], waits: Mapping[str, Chunks]) -> None:
@@ -114,19 +113,15 @@ def _attach_casts(structure: Structure, passes: Passes, hooks: list[Any], dtype:
         is_python = id(module) not in structure.compiled
         if is_named and is_python and any(id(param) not in kept for param in module.parameters()):
             # In front of the gathering: a cast reads no weights, and its inputs are the user's.
-            before = _if_outermost(ref, cast_inputs(dtype))
+            before = partial(_cast_if_outermost, ref, dtype)
             hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
 
 
-def _if_outermost(ref: weakref.ref[Passes], before: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a hook run where a user calls in, and not where the model itself does, or repeats it in backward."""
-
-    def before_if_outermost(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        passes = ref()
-        inside = not passes or passes.forward.calls.depth or passes.state.in_backward
-        return None if inside else before(module, args, kwargs)
-
-    return before_if_outermost
+def _cast_if_outermost(ref: weakref.ref[Passes], dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Cast inputs where a user calls in, and not where the model itself does, or repeats it in backward."""
+    passes = ref()
+    inside = not passes or passes.forward.calls.depth or passes.state.in_backward
+    return None if inside else cast_inputs(dtype, module, args, kwargs)
 
 
 def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> None:
@@ -217,59 +212,65 @@ def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre,
     return begin, end
 
 
-def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: Chunks) -> None:
+def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: Chunks, parts: list[Any]) -> None:
+    """Register hooks on the root. They run while those of ``parts`` change, and so stay."""
     ref, model = weakref.ref(passes), structure.model
     chunks, rewritten = _to_gather(structure.visits[0].params), handles_of(rewritten_by(model))
-    resident += resident_chunks(rewritten)
     compiled = CompiledParts(structure)
-
-    def root_pre(module: nn.Module, args: Any) -> None:
-        passes: Passes = passes_of(ref)
-        state = passes.state
-        # First of all: what an interrupt has left open would make the rest of this hook go wrong. Inside another call
-        # of this thread nothing was interrupted.
-        if state.num_open and not passes.forward.calls.depth:
-            passes.recovery.forget_interrupted()
-        # Looked up and not imported: importing the compiler takes seconds.
-        is_compiler_there = "torch._dynamo" in sys.modules
-        if is_compiler_there:
-            refuse_inside_compiled()
-        if state.num_looked_at != changing.num_registered:
-            changing.refuse_injected(state, module, is_root=True)
-        if is_compiler_there:
-            if not state.computing and compiled.have_changed(module):
-                follow_compiled(module, passes)
-                compiled.note(module)
-        # Before anything is gathered: what became trained needs planes, whose room windows would have taken.
-        if state.requires_grad_changed and not state.computing:
-            passes.forward.follow_flips()
-        passes.forward.begin_call(module, chunks, resident)
-
-    pre, post = _taking_over(ref, rewritten, root_pre, _post(ref))
-    dtype = COMPUTE_DTYPES[passes.config.precision]
+    begin = partial(_begin_root, ref, compiled, parts, chunks, resident + resident_chunks(rewritten))
+    pre, post = _taking_over(ref, rewritten, begin, _post(ref))
     # Ours gathers before all other hooks of the model, and lets go after them, on exceptions too (always_call).
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
     hooks.append(model.register_forward_hook(post, always_call=True))
-    before = (lambda *_: None) if dtype is torch.float32 else cast_inputs(dtype)  # in fp32 a mistake stays one
-    # Prepended last, so it runs first of all. It is there in fp32 too: NUM_ROOT_HOOKS counts it.
-    hooks.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    dtype = COMPUTE_DTYPES[passes.config.precision]
+    if dtype is not torch.float32:  # where a mistake stays one
+        # Prepended last, so it runs first of all.
+        hooks.append(model.register_forward_pre_hook(partial(cast_inputs, dtype), prepend=True, with_kwargs=True))
 
 
-def follow_compiled(model: nn.Module, passes: Passes) -> None:
-    """Hook the model anew: parts of it were compiled, or are no longer, and what is gathered when goes by that. Called
-    by the root's own hook, so the root's hooks, the first of the list, must stay.
-    """
+def _begin_root(
+    ref: weakref.ref[Passes],
+    compiled: CompiledParts,
+    parts: list[Any],
+    chunks: Chunks,
+    resident: Chunks,
+    module: nn.Module,
+    args: Any,
+) -> None:
+    """Begin a call of the whole model, ``module``."""
+    passes: Passes = passes_of(ref)
+    state = passes.state
+    # First of all: what an interrupt has left open would make the rest of this hook go wrong. Inside another call of
+    # this thread nothing was interrupted.
+    if state.num_open and not passes.forward.calls.depth:
+        passes.recovery.forget_interrupted()
+    # Looked up and not imported: importing the compiler takes seconds.
+    is_compiler_there = "torch._dynamo" in sys.modules
+    if is_compiler_there:
+        refuse_inside_compiled()
+    if state.num_looked_at != changing.num_registered:
+        changing.refuse_injected(state, module, is_root=True)
+    if is_compiler_there and not state.computing and compiled.have_changed(module):
+        _follow_compiled(module, passes, parts)
+        compiled.note(module)
+    # Before anything is gathered: what became trained needs planes, whose room windows would have taken.
+    if state.requires_grad_changed and not state.computing:
+        passes.forward.follow_flips()
+    passes.forward.begin_call(module, chunks, resident)
+
+
+def _follow_compiled(model: nn.Module, passes: Passes, parts: list[Any]) -> None:
+    """Hook a model's modules anew: some were compiled, or are no longer, and what is gathered when goes by that."""
     # Updates in flight are awaited by the hooks that go now.
     passes.drain()
     structure = Structure(model)  # what is read as a whole has changed
     # Before a hook is removed: what is refused here leaves the model as it was hooked.
     refuse_compiled_whole(structure)
-    hooks, waits = model.__dict__["_gemini_hooks"], _chunks_to_await(structure) if passes.config.overlap else {}
+    waits = _chunks_to_await(structure) if passes.config.overlap else {}
     with WHOLE:  # a hook that is registered and not noted would stay for good
-        for hook in hooks[NUM_ROOT_HOOKS:]:
-            hook.remove()
-        del hooks[NUM_ROOT_HOOKS:]
-        _attach_parts(structure, passes, hooks, waits)
+        while parts:
+            parts.pop().remove()
+        _attach_parts(structure, passes, parts, waits)
 
 
 def _pre(ref: weakref.ref[Passes], chunks: Chunks, resident: Chunks, keep: Chunks, *, is_entrance: bool) -> Pre:

@@ -205,8 +205,7 @@ class Stepping:
 
     def begin_step(self, optimizer: Stepper) -> None:
         """Begin ``optimizer.step()``: the model is whole, and all ranks are about to make the same step."""
-        if self.state.corrupted_by:
-            self.state.check_whole()
+        self.state.check_whole()
         self.state.check_there()
         self.state.check_masters("optimizer.step()")
         if self.state.num_open:
@@ -308,11 +307,8 @@ class Stepping:
         # Gradients that this step has not used (another optimizer's) keep their clipping; later ones do not get it.
         if self.state.clipping.was_asked:
             self._backward.fold_clipping()
-        if self.state.clipping.in_backward != 1.0:
-            self.state.clipping.in_backward = 1.0
-        if self.state.updated_in_backward:
-            self.state.updated_in_backward = False
-        self.state.has_stepped = True
+        self.state.clipping.in_backward = 1.0
+        self.state.updated_in_backward, self.state.has_stepped = False, True
         self._store.mover.watch.end_step()
         # All ranks come here, whatever they updated: their agreement counts steps.
         self.company.end_step()

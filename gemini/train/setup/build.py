@@ -201,15 +201,11 @@ def _make_ledger(config: GeminiConfig, problem: Problem, placement: Placement) -
     for homes, sizes in zip(placement.homes, problem.sizes, strict=True):
         for kind, num_bytes in sizes.items():
             ledger.reserve(homes[kind], num_bytes, kind)
-    if problem.exchange:
-        ledger.reserve(Tier.CPU, problem.exchange, "exchange")
-    if problem.factors:
-        ledger.reserve(Tier.CPU, problem.factors, "factors")
-    if problem.beside:
-        ledger.reserve(problem.compute, problem.beside, "context")
-    if problem.activations:
-        ledger.reserve(problem.compute, problem.activations, "activations")
-    for tier in {Tier.CPU, problem.compute} if problem.temporaries else ():
+    ledger.reserve(Tier.CPU, problem.exchange, "exchange")
+    ledger.reserve(Tier.CPU, problem.factors, "factors")
+    ledger.reserve(problem.compute, problem.beside, "context")
+    ledger.reserve(problem.compute, problem.activations, "activations")
+    for tier in {Tier.CPU, problem.compute}:
         ledger.reserve(tier, problem.temporaries, "temporaries")
     # The second slot of every plane in the store, which the next commit is written to.
     if problem.durable:

@@ -488,22 +488,19 @@ def structural_trace(model: nn.Module | Structure, precision: str, keep_fp32: Ke
 def trace_of(structure: Structure, precision: str, kept: Collection[int], *, target: str = "cpu") -> MemoryTrace:
     """The same, where it is known which params stay in fp32 (``kept``, by their ``id``)."""
     params = tuple(
-        [
-            TracedParam(
-                names,
-                tuple(param.shape),
-                # As its layout has it: adapters that are switched off may be trained later.
-                trainable=param.requires_grad or id(param) in structure.adapters,
-                apart=is_in_stages(param),
-                coded=id(param) in structure.coded,
-                fp32=id(param) in kept,
-            )
-            for param, names in structure.params
-        ]
+        TracedParam(
+            names,
+            tuple(param.shape),
+            # As its layout has it: adapters that are switched off may be trained later.
+            trainable=param.requires_grad or id(param) in structure.adapters,
+            apart=is_in_stages(param),
+            coded=id(param) in structure.coded,
+            fp32=id(param) in kept,
+        )
+        for param, names in structure.params
     )
     index_of = {id(param): index for index, (param, _) in enumerate(structure.params)}
-    moments: list[Moment] = []
-    owns: list[list[int]] = []
+    forward, backward, done = list[Moment](), list[Moment](), set[int]()
     gathered: list[frozenset[int]] = []  # by the place of a visit: what it and those around it read
     for visit in structure.visits:
         # Visits come in the order of declaration: what is around a module was visited before it.
@@ -514,14 +511,12 @@ def trace_of(structure: Structure, precision: str, kept: Collection[int], *, tar
             # A child without children of its own: its owner may read its weight without calling it.
             leaves = [child for child in visit.module.children() if not any(child.children())]
             reachable = [index_of[id(p)] for leaf in leaves for p in own_params(leaf).values()]
-            moments.append(Moment(Phase.FORWARD, visit.path, tuple(sorted(gathered[-1].union(reachable)))))
-            owns.append(own)
-    done: set[int] = set()
-    backward: list[Moment] = []
-    for moment, own in zip(moments, owns, strict=True):  # a shared param's gradient is complete at its first use
-        complete = [index for index in own if params[index].trainable and index not in done]
-        done.update(complete)
-        backward.append(Moment(Phase.BACKWARD, moment.module, moment.params, gradients=tuple(sorted(set(complete)))))
+            read = tuple(sorted(gathered[-1].union(reachable)))
+            forward.append(Moment(Phase.FORWARD, visit.path, read))
+            # A shared param's gradient is complete at its first use.
+            complete = {index for index in own if params[index].trainable} - done
+            done |= complete
+            backward.append(Moment(Phase.BACKWARD, visit.path, read, gradients=tuple(sorted(complete))))
     return MemoryTrace(
         model=type(structure.model).__name__,
         precision=precision,
@@ -530,6 +525,6 @@ def trace_of(structure: Structure, precision: str, kept: Collection[int], *, tar
         target=target,
         source=Source.STRUCTURE,
         params=params,
-        moments=(*moments, *reversed(backward)),
+        moments=(*forward, *reversed(backward)),
         buffer_bytes=_buffer_bytes(structure),
     )

@@ -163,12 +163,12 @@ class GradientSink:
             if optimizer is not None and optimizer.step_in_backward:
                 ready.append((handle, optimizer))
         guessed = [of for of in ready if of[1].speculate]
-        if guessed:  # whatever else is updated in this chunk is no guess, and would be undone with them
-            ready = [of for of in ready if of not in guessed]
-            if not ready:
+        # Whatever else is updated in this chunk is no guess, and would be undone with them.
+        if len(guessed) == len(ready):
+            if guessed:
                 self._guess(chunk, guessed)
-        if not ready:
             return
+        ready = [of for of in ready if not of[1].speculate]
         handles = [handle for handle, _ in ready]
         stop = self.updates.unseen.stop_for_landed(chunk, handles)
         # Nobody waits here for sums that are still made: the update that comes behind their landing looks at them.

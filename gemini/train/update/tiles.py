@@ -444,15 +444,14 @@ def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> It
     runs: list[list[int]] = []
     for number in numbers:
         param, before = params[number], params[runs[-1][-1]] if runs else None
-        # A gradient of its own is another array: such a param goes alone.
+        # A gradient of its own is another array: such a param goes alone. Scalars are compared as `TilesInPlace.fits`
+        # does: equal ones may differ in the next step.
         if (
             merges
             and before is not None
-            and param.grad is None
-            and before.grad is None
+            and param.grad is before.grad is None
+            and param.scalars is before.scalars
             and param.handle.part.start == page_up(before.handle.part.stop, align)
-            and param.scalars
-            is before.scalars  # as `TilesInPlace.fits` compares: equal ones may differ in the next step
         ):
             runs[-1].append(number)
         else:

@@ -289,10 +289,7 @@ class UpdateWorker(JobThread):
         if lost and books is not None:
             # Before the jobs end: whoever waits for one looks at once whether the model is corrupted.
             books.note_lost(error)
-        begun = [*self._reading, *self._writing]
-        if self._next is not None:
-            begun.append(self._next)
-        for _, tile in begun:
+        for _, tile in (*self._reading, *self._writing, *filter(None, [self._next])):
             # Nothing may still be written to staging, or home, when the jobs end and memory is given back.
             tile.abandon()
             self._give_back(tile)
