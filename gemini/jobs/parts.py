@@ -23,7 +23,6 @@ from gemini.memory.durable.folder import has_commit
 
 _KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
-
 _COLUMNS = {
     "sft": ("messages", "conversations", "prompt completion", "input_ids"),
     "dpo": ("chosen rejected",),

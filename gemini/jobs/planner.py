@@ -112,6 +112,7 @@ def problem_of(
         compute=machine.compute,
         offload_activations=where,
         ranks=machine.ranks,
+        sharing=machine.sharing,
         rule=settings.rule_in(trace.precision),
         overlap=overlap,
     )

@@ -22,7 +22,6 @@ from gemini.planning.trace import as_tiles, tile_sizes
 MOST_POSITIONS = 4096
 """What a sequence has by default at most; less where the model has fewer positions."""
 
-
 MAIN = "model"
 """What a model is called beside those of ``--with``."""
 

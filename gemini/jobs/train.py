@@ -426,7 +426,6 @@ def _base_as_reference(model: Any) -> Iterator[None]:
 _PARAMS = 124_439_808
 _HELD_OUT, _SEQ_LEN = 8, 128
 
-
 _DEMO = {
     "model_name_or_path": "gpt2-small",
     "dataset_name": str(Path(sysconfig.get_path("stdlib"), "[a-s]*.py")),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.errors import warn
+from gemini.errors import counted, warn
 from gemini.kernels import reference
 from gemini.kernels.arrays import (
     BFLOAT16,
@@ -81,7 +81,7 @@ class KernelReport:
     why_not_cuda: str | None
 
     def __str__(self) -> str:
-        threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
+        threads = counted(self.num_threads, "thread")
         on_cuda = (
             f"; on CUDA: {self.cuda or f'torch reference, {self.why_not_cuda}'}" if torch.cuda.is_available() else ""
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from gemini import kernels
-from gemini.errors import human_bytes
+from gemini.errors import counted, human_bytes
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes, in_pages
 from gemini.memory.movement.mover import SLOTS, tiles
@@ -77,7 +77,7 @@ def measure(nvme_path: Path | None = None, sizes: Sizes | None = None) -> Figure
 def measure_host(sizes: Sizes) -> Figures:
     """Memory and cores, matrix products, the smallest operation, memory bandwidth, Adam; and two of them at once."""
     num_threads, cores = torch.get_num_threads(), kernels.get_num_threads()
-    threads = _threads(num_threads)
+    threads = counted(num_threads, "thread")
     yield "cpu_bytes", _asked(memory_bytes(), "host memory" if memory_limit() is None else "limit of the control group")
     yield "cpu_threads", _asked(cores, "cores that the process may use")
     yield "torch_threads", _asked(num_threads, "of torch in this process")
@@ -123,7 +123,7 @@ def _dram(sizes: Sizes, num_threads: int, cores: int) -> tuple[str, Figure]:
     """
     num_bytes = _beyond_caches(sizes.stream_bytes)
     parts = host_bytes(num_bytes).view(torch.float32).fill_(1.0).tensor_split(max(cores // num_threads, 1))
-    how = f"{human_bytes(num_bytes)} read and written in place, {_threads(len(parts) * num_threads)}"
+    how = f"{human_bytes(num_bytes)} read and written in place, {counted(len(parts) * num_threads, 'thread')}"
     with ThreadPoolExecutor(len(parts)) as pool:
 
         def scale() -> None:
@@ -159,7 +159,7 @@ def _adam(
     key: str, update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int, how: str
 ) -> tuple[str, Figure]:
     with _limited(num_threads):
-        return _timed(key, update, sizes, f"{how}, {_threads(num_threads)}", lambda s: s / numel)
+        return _timed(key, update, sizes, f"{how}, {counted(num_threads, 'thread')}", lambda s: s / numel)
 
 
 def _contention(product: Callable[[], object], update: Callable[[], None], num_threads: int, sizes: Sizes) -> Figure:
@@ -184,12 +184,8 @@ def _contention(product: Callable[[], object], update: Callable[[], None], num_t
 
     times()
     found = [times() for _ in range(min(3, sizes.repeats))]
-    how = f"products on {_threads(torch.get_num_threads())} beside updates on {_threads(num_threads)}"
+    how = f"products on {counted(torch.get_num_threads(), 'thread')} beside updates on {counted(num_threads, 'thread')}"
     return measured("cpu_contention", found, how, lambda value: value)
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' if count != 1 else ''}"
 
 
 @contextmanager

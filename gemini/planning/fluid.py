@@ -19,7 +19,6 @@ from typing import NamedTuple
 _EPSILON = 1e-9
 """Shares and fractions of a task below this are rounding."""
 
-
 NOTHING = -1
 """In place of a task: nothing held this one up, or nothing ran there yet."""
 

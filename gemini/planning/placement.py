@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
@@ -105,7 +105,8 @@ class Problem:
     """All that placing needs to know: the chunks, the bytes per element, and the bytes that are spoken for.
 
     Attributes:
-        budgets: bytes per tier; a tier that is absent does not exist.
+        budgets: bytes per tier; a tier that is absent does not exist. Those of one of ``sharing`` ranks, which divide
+            the host memory and drives of a machine.
         compute: the tier on which forward and backward run (GPU, or CPU on a machine without one).
         working_set: bytes of gathered weights that one module needs at once, at worst.
         staging: bytes of host staging that are reserved if any plane has to be staged.
@@ -148,6 +149,7 @@ class Problem:
     beside: int = 0
     durable: bool = False
     others: int = 0
+    sharing: int = 1
 
     def durable_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk that outlives the process: of none without ``durable``."""
@@ -411,31 +413,37 @@ def check_fits(problem: Problem, placement: Placement) -> None:
     missing = {t: n - problem.budgets.get(t, 0) for t, n in used.items() if n > problem.budgets.get(t, 0)}
     if not missing:
         return
-    layout = problem.layout
     lines = [
         f"{human_bytes(gap)} missing on {tier.value} (needs {human_bytes(used[tier])}, "
         f"budget {human_bytes(problem.budgets.get(tier, 0))})"
         for tier, gap in missing.items()
     ]
+    what = f"{problem.layout.payload:,} params, {problem.precision}, gradients={problem.gradients!r}"
+    each, change = f" for each of {problem.sharing} ranks", _cheapest_change(problem, missing)
     raise BudgetExceeded(
-        f"the model ({layout.payload:,} params, {problem.precision}, gradients={problem.gradients!r}) does not fit: "
-        f"{'; '.join(lines)}. Cheapest change: {_cheapest_change(problem, missing)}"
+        f"the model ({what}) does not fit: {'; '.join(lines)}{each if problem.sharing > 1 else ''}. Cheapest change: "
+        f"{change}"
     )
 
 
 def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
-    """The least that would make it fit, found by placing again with more of one tier."""
-    budgets, compute = problem.budgets, problem.compute
+    """The least that would make it fit, found by placing again with more of one tier; of host memory and drives for
+    all ranks of a machine, as budgets are given.
+    """
+    budgets, compute, at_least = problem.budgets, problem.compute, partial(_at_least, problem.sharing)
     floor = problem.spoken_for()[compute]
     if budgets.get(compute, 0) < floor:
         roomy = replace(problem, budgets={**budgets, compute: floor, DRIVE: 2**62})
-        on_disk = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for())).get(DRIVE, 0)
-        disk = "" if on_disk <= budgets.get(DRIVE, 0) else f", with nvme_path= and nvme={_at_least(on_disk)}"
+        needed = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))
+        on_disk, on_cpu = needed.get(DRIVE, 0), needed[Tier.CPU]
+        host = f" and the cpu budget to {at_least(Tier.CPU, on_cpu)}" if on_cpu > roomy.budgets.get(Tier.CPU, 0) else ""
+        disk = "" if on_disk <= budgets.get(DRIVE, 0) else f", with nvme_path= and nvme={at_least(DRIVE, on_disk)}"
         largest = max(problem.window_bytes(i) for i in range(len(problem.layout.chunks)))
         context = f" beside the {human_bytes(problem.beside)} of a CUDA context" if problem.beside else ""
         return (
-            f"raise the {compute.value} budget to at least {_at_least(floor)}{disk}: the gathered weights of one "
-            f"module (largest chunk {human_bytes(largest)}), staging and activations must fit at once{context}"
+            f"raise the {compute.value} budget to at least {at_least(compute, floor)}{host}{disk}: the gathered "
+            f"weights of one module (largest chunk {human_bytes(largest)}), staging and activations must fit at "
+            f"once{context}"
         )
     below = [tier for tier in Tier if tier in budgets and tier is not Tier.GPU]
     for tier in dict.fromkeys([DRIVE, *reversed(below)]):
@@ -447,16 +455,15 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
             if tier not in budgets:
                 roomy = replace(problem, budgets={**budgets, Tier.CPU: 2**62})
                 whole = bytes_per_tier(roomy, fill_fastest(roomy))[Tier.CPU]
-                return (
-                    f"give nvme_path= and nvme={_at_least(needed[tier])}, or raise the {below[-1].value} budget to "
-                    f"{_at_least(whole)}"
-                )
-            return f"raise the {tier.value} budget to {_at_least(needed[tier])}"
-    return "raise " + " and ".join(f"the {tier.value} budget by {_at_least(gap)}" for tier, gap in missing.items())
+                more = f"raise the {below[-1].value} budget to {at_least(below[-1], whole)}"
+                return f"give nvme_path= and nvme={at_least(tier, needed[tier])}, or {more}"
+            return f"raise the {tier.value} budget to {at_least(tier, needed[tier])}"
+    return "raise " + " and ".join(f"the {tier.value} budget by {at_least(tier, n)}" for tier, n in missing.items())
 
 
-def _at_least(num_bytes: int) -> str:
+def _at_least(sharing: int, tier: Tier, num_bytes: int) -> str:
     """Rounded up, so that what the error says is enough."""
+    num_bytes *= 1 if tier is Tier.GPU else sharing
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= 16 * unit:
             return f"{-(-num_bytes // unit)} {name}"

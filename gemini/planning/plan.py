@@ -184,7 +184,8 @@ class Plan(Document, kind="plan"):
         return "\n".join(lines)
 
 
-_SPOKEN_FOR = [field.name for field in fields(Problem) if field.type == "int" and field.name != "max_chunk"]
+_COUNTS = ("max_chunk", "sharing")
+_SPOKEN_FOR = [field.name for field in fields(Problem) if field.type == "int" and field.name not in _COUNTS]
 """Fields of a problem that are bytes; they stand together in a file."""
 
 

@@ -1,12 +1,13 @@
 """The planner: fits what fits, moves next to nothing more than it must, and says the same thing twice."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
 from traces import decoder_trace, llama_70b
 
-from gemini.errors import BudgetExceeded, MissingFigure, PlanMismatch
+from gemini.errors import BudgetExceeded, MissingFigure, PlanMismatch, parse_bytes
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.placement import Problem, StaticPlacement, bytes_per_tier, fill_fastest
@@ -173,6 +174,22 @@ def test_what_a_budget_leaves_out_is_the_machines_with_a_margin() -> None:
         budgets_of({GPU: 1}, None)
     with pytest.raises(ValueError, match="a budget of 'cpu', which is no gemini.Tier: give gemini.MemoryBudget"):
         budgets_of({"cpu": "4GiB"}, None)  # type: ignore[dict-item]
+
+
+def test_what_a_refusal_says_is_enough() -> None:
+    """Of host memory and drives for all ranks of a machine, as budgets are given."""
+    rng, refused = random.Random(7), 0
+    for _ in range(20):
+        there, ranks = {tier: n // 2 for tier, n in random_budgets(rng).items()}, rng.choice((1, 2))
+        try:
+            plan(SMALL, None, there, ranks=ranks)
+        except BudgetExceeded as e:
+            change, refused = str(e).partition("Cheapest change: ")[2].partition(", or ")[0], refused + 1
+            said = re.findall(r"(cpu|gpu|nvme) budget to (?:at least )?([0-9.]+ \w+)|(nvme)=([0-9.]+ \w+)", change)
+            assert said, change
+            more = {Tier(one or drive): parse_bytes(of_one or of_drive) for one, of_one, drive, of_drive in said}
+            plan(SMALL, None, there | more, ranks=ranks)
+    assert refused > 8
 
 
 def test_refusals_say_what_to_do() -> None:

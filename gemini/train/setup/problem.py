@@ -371,6 +371,7 @@ class _Chooser:
             activations=_declared_activations(trace, config),
             offload_activations=offload_activations,
             ranks=ranks.size,
+            sharing=ranks.local_size,
             replicas=ranks.replicas.size,
             reduce_itemsize=reduce_dtype(config).itemsize,
             max_chunk=config.max_chunk,
