@@ -192,9 +192,12 @@ class GeminiAccelerator(Accelerator):
                 super().prepare_model(each, evaluation_mode=True)
             return config
         config = manage_beside(beside, model, config, self._gemini_parallel.mesh)
+        own = {*model.parameters()}
         for each in beside:
             if isinstance(each, GeminiDDP):
                 self._gemini_turns.watch(each)
+            elif own.isdisjoint(each.parameters()):  # it stays plain, and nobody else brings it to the device
+                super().prepare_model(each, evaluation_mode=True)
         return config
 
     @property

@@ -16,6 +16,8 @@ import pytest
 import torch
 import transformers
 import trl
+from accelerate import Accelerator
+from gemini.integrations.accelerate import GeminiAccelerator
 from gemini.integrations.beside import budget_for, manage_beside
 
 import gemini
@@ -296,6 +298,21 @@ def test_what_shares_params_or_cannot_be_managed_stays_plain(tmp_path: Path) -> 
     assert not is_managed(judge) and not is_managed(odd) and isinstance(found.memory, gemini.SharedBudget)
     with pytest.raises(gemini.BudgetExceeded, match="LlamaForCausalLM, which is evaluated beside"):
         manage_beside([other()], policy, replace(config, memory=gemini.MemoryBudget(cpu="10KiB")), None)
+
+
+def test_what_stays_plain_is_brought_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By accelerate, but for what shares params with the model that is going to be managed."""
+    brought: list[Any] = []
+    monkeypatch.setattr(Accelerator, "prepare_model", lambda self, model, **how: brought.append(model))
+    policy, odd = llama(), torch.nn.Linear(2, 2)
+    odd.register_parameter("codes", torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False))
+    accelerator = GeminiAccelerator(cpu=True, gemini_config=gemini.GeminiConfig(memory=budget(tmp_path, shared=False)))
+    accelerator._gemini_beside = []
+    for model in (odd, other(), torch.nn.ModuleList([policy.lm_head])):
+        accelerator.prepare_model(model, evaluation_mode=True)
+    with pytest.warns(UserWarning, match="Linear is evaluated outside of the budgets"):
+        accelerator.prepare_model(policy)
+    assert brought == [odd]
 
 
 @pytest.mark.parametrize(("cpu", "left"), [("4MiB", 5 / 3), ("8MiB", 10 / 3), ("16MiB", 4), ("64MiB", 16)])

@@ -271,3 +271,15 @@ def test_they_may_be_read_inside_of_forward(where: str, tmp_path: Path) -> None:
             step_on(loss, optimizer)
             losses[-1].append(loss.item())
     assert losses[0] == losses[1]
+
+
+def test_a_number_may_be_copied_into_one(where: str, tmp_path: Path) -> None:
+    """As torch takes it; what no tensor can be made of is refused as torch refuses it."""
+    model = wrap(Blocks(), where, tmp_path, slack=2**17)
+    param = model.get_parameter(NAME)
+    with torch.no_grad():
+        for written, number in ((param, 3.0), (param.data, 5)):
+            written.copy_(number)
+            assert same_bits(model.full_param(NAME), torch.full(param.shape, number, dtype=torch.bfloat16))
+        with pytest.raises(TypeError, match="copy_"):
+            param.copy_("3")
