@@ -23,7 +23,7 @@ from torch import nn
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.train.modules import changing
-from gemini.train.modules.calls import begin_backward_of, passes_of
+from gemini.train.modules.calls import CallRecord, begin_backward_of, passes_of
 from gemini.train.modules.changing import CompiledParts, hook_around, refuse_compiled_whole, refuse_inside_compiled
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
 from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewritten_by
@@ -298,19 +298,21 @@ def _unless_served(passes: Passes, chunks: Chunks, resident: Chunks, pre: Pre, p
     running, observers, late = passes.forward.calls.running, passes.forward.observers, passes.forward.exposure.late
     device, own = passes.store.device, frozenset(chunks)
 
+    def is_seen(around: CallRecord) -> bool:
+        """Whether what moves is kept by our hooks where autograd saves it now, and on a stream that windows know."""
+        # Other hooks may be open on top of ours (checkpointing, the program's), or none inside of a transform.
+        top = _top_hooks(False) if torch.is_grad_enabled() else (around.pack,)
+        return bool(top) and top[0] is around.pack and device.stream_number() == around.stream
+
     def pre_unless_served(module: nn.Module, args: Any) -> None:
         stack = running.get(threading.get_ident())
-        if stack and own <= (around := stack[-1]).exposed and not observers.are_there:
-            # Other hooks may be open on top of ours (checkpointing, the program's), or none inside of a transform; and
-            # windows must know of every stream that reads them.
-            there = not own or not torch.is_grad_enabled() or _top_hooks(False)
-            is_ours = there is True or (there and there[0] is around.pack)
-            if is_ours and (not own or device.stream_number() == around.stream):
-                if resident and late:
-                    passes_of(ref).forward.exposure.catch_up(resident)
-                around.inside.append(module)
-                return
-        pre(module, args)
+        around = stack[-1] if stack else None
+        if around is None or observers.are_there or not own <= around.exposed or (own and not is_seen(around)):
+            pre(module, args)
+            return
+        if resident and late:
+            passes_of(ref).forward.exposure.catch_up(resident)
+        around.inside.append(module)
 
     def post_unless_served(module: nn.Module, args: Any, output: Any) -> Any:
         stack = running.get(threading.get_ident())
