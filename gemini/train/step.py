@@ -74,7 +74,8 @@ class Occupancy:
         if self._is_taken("is"):
             mark = self._alone.get("is")
             # A backward that computes a forward again (checkpointing) may wait for this thread, which runs a part.
-            return not (is_part and mark is not None and _waits_in_module_call(mark.thread.ident))
+            ident = mark.thread.ident if is_part and mark is not None else None
+            return ident is None or not (_stands_still(ident) and _is_in_module_call(sys._current_frames().get(ident)))
         # A forward that stands still may wait for this thread, and who wants to be alone waits for that forward.
         return self._is_taken("wants") and not any(map(_stands_still, self._others()))
 
@@ -238,10 +239,6 @@ def _is_in_module_call(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def _waits_in_module_call(ident: int | None) -> bool:
-    return ident is not None and _stands_still(ident) and _is_in_module_call(sys._current_frames().get(ident))
 
 
 def _stands_still(ident: int) -> bool:

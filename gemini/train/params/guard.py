@@ -395,13 +395,12 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
             target.copy_(value)
         return True
     # Into one at rest: a param that is an ordinary one now (inside gathered(), say) is written to as such.
-    if func is not torch.Tensor.copy_ or len(args) < 2 or not isinstance(args[1], torch.Tensor):
-        return False  # torch says of what is no tensor what it takes
-    if not isinstance(args[0], (ManagedParameter, ReadLater)):
+    if func is not torch.Tensor.copy_ or len(args) < 2 or not isinstance(args[0], (ManagedParameter, ReadLater)):
         return False
     handle: ParamHandle | None = args[0]._gemini  # type: ignore[union-attr]
-    # A part of a param has no plane of its own: it is written through a copy of the whole. So is a state.
-    if not handle or (isinstance(args[0], ReadLater) and args[0]._shown.view):
+    # A part of a param has no plane of its own: it is written through a copy of the whole. So are states, and numbers.
+    is_part = isinstance(args[0], ReadLater) and args[0]._shown.view
+    if not handle or is_part or not isinstance(args[1], torch.Tensor):
         return False
     value = args[1].detach()
     if isinstance(value, ReadLater):
