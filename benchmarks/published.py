@@ -32,7 +32,7 @@ from gemini.errors import BudgetExceeded
 from gemini.jobs import planner
 from gemini.jobs.models import lora_on
 from gemini.jobs.settings import PlanSettings
-from gemini.planning.hardware import Hardware, machine
+from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.trace import Phase
 from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
@@ -61,7 +61,7 @@ def trace_of(model: str, samples: int, length: int, checkpointing: bool, lora: i
 def hardware_of(name: str, ranks: int) -> Hardware:
     """A machine of ours with the figures that a row's machine has instead."""
     figures = dict(DATA["machines"][name])
-    hardware = machine(figures.pop("like")).with_gpus(min(ranks, 8))
+    hardware = load_hardware(figures.pop("like")).with_gpus(min(ranks, 8))
     figures.pop("said", None)
     if "dram_bandwidth" in figures:
         figures["update_cpu"] = 26 / figures["dram_bandwidth"]

@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
+from gemini.errors import GeminiError
+
 PATCHES = {
     "torch.nn.Parameter.data": (
         "torch counts no writes to param.data. While modules compute, a managed param is an ordinary nn.Parameter, and "
@@ -62,6 +64,32 @@ def register(place: str, function: Any, argument: str = "") -> Any:
     assert place in HOOKS, f"{place} is not in the table"
     resolve_name(place)(*(() if argument else (function,)), **({argument: function} if argument else {}))
     return function
+
+
+@contextmanager
+def sums_in_fp16(on: bool = True) -> Iterator[None]:
+    """Let cuBLAS sum products in fp16 inside the block, or without ``on`` let no other block do it: torch's switch is
+    one for the whole process. Raises GeminiError inside of a block that needs it otherwise.
+    """
+    switches, name = resolve_name("torch.backends.cuda.matmul"), "allow_fp16_accumulation"
+    if any(other is not on for other, _ in _sums):
+        raise GeminiError(
+            f"this model in fp16 has fp16_accumulation={on}, and another one that is managed has {not on}: it is one "
+            "switch for the whole process. Say the same for both, or let the other one go (gemini.release)"
+        )
+    _sums.append((on, getattr(switches, name)))
+    try:
+        if on:
+            setattr(switches, name, True)
+        yield
+    finally:
+        # Whichever block ends first: it was on before all but the first one.
+        _, before = _sums.pop()
+        if on:
+            setattr(switches, name, before)
+
+
+_sums: list[tuple[bool, bool]] = []  # by block: what it needs, and how the switch was before
 
 
 @contextmanager

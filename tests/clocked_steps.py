@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gemini
 from gemini.planning import schedules, working
 from gemini.planning.costs import Costs, Efficiency
-from gemini.planning.hardware import Hardware, machine
+from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.trace import AttentionWork, MemoryTrace, Moment, Phase
 from gemini.planning.working import TILE
@@ -138,7 +138,7 @@ FLOPS = 1e12
 def _timed_trace(case: Case) -> MemoryTrace:
     """The small step, whose moments take as long as those of the large one."""
     large, small = (_trace(side, case.layers, case.tokens, case.kept) for side in (1, SIDE))
-    costs = Costs(machine(case.card), Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
+    costs = Costs(load_hardware(case.card), Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
     assert [(m.phase, m.module) for m in large.moments] == [(m.phase, m.module) for m in small.moments]
 
     def timed(moment: Moment, like: Moment) -> Moment:
@@ -153,7 +153,7 @@ def _timed_trace(case: Case) -> MemoryTrace:
 
 def _hardware(case: Case) -> Hardware:
     """What the small machine does, as if it had been measured."""
-    real, shares = machine(case.card), Efficiency()
+    real, shares = load_hardware(case.card), Efficiency()
 
     def reached(key: str) -> float:
         return real.get(key, needed_for="a step") * shares.of(real, key)

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 import gemini
-from gemini.planning.hardware import machine
+from gemini.planning.hardware import load_hardware
 
 SIZES = {  # width, inner width, layers, heads, heads of keys, vocabulary; tokens of a step; budgets
     "8b": (4096, 14336, 32, 32, 8, 128256, 4096, {"gpu": "22GiB", "cpu": "64GiB", "nvme": "120GiB"}),
@@ -48,8 +48,8 @@ memory = gemini.MemoryBudget(**budgets, nvme_path=args.scratch)
 target = "cuda" if args.plan_only and "gpu" in budgets else None
 trace = gemini.trace(config, gemini.batch_for(config, 1, length), target=target, checkpointing=True)
 if args.plan_only:  # does it fit, and how long does a step take there?
-    plan = gemini.plan(trace, machine("rtx4090"), memory, offload_activations="auto")
-    predicted = gemini.simulate(plan, machine("rtx4090"))
+    plan = gemini.plan(trace, load_hardware("rtx4090"), memory, offload_activations="auto")
+    predicted = gemini.simulate(plan, load_hardware("rtx4090"))
     print(plan, predicted, sep="\n")
     if args.picture:
         from gemini import pictures

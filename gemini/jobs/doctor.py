@@ -196,7 +196,7 @@ def measure_hooks(name: str = "cuda", repeats: int = 15) -> Figures:
 def _store(directory: Path) -> Iterator[str]:
     """Say what would be resumed from a store, and whether it is all that was written; a StorageError if not."""
     stored = open_store(directory)
-    manifest, (record, *_) = stored.manifest, stored.commit.records
+    manifest = stored.manifest
     # Before anything is printed: a run that goes on may remove the folder with its first commit to a newer one.
     times = [path.stat().st_mtime for path in stored.commit.folder.glob("record-*")]
     ago = f"{timedelta(seconds=max(0, round(time.time() - max(times))))} ago" if times else "gone by now"
@@ -210,7 +210,7 @@ def _store(directory: Path) -> Iterator[str]:
     compact = "" if manifest.rule.exact is None else ", compact states"
     yield f"{len(steps)} params, {numel} elements, {manifest.precision}, rule {manifest.rule.name}{compact}"
     num_bytes = sum(size for file in stored.opened.values() for _, _, size in file.slots.values())
-    yield f"{human_bytes(2 * num_bytes)} on the drive, each state twice; format version {record.version}"
+    yield f"{human_bytes(2 * num_bytes)} on the drive, each state twice"
     extra = decode(manifest.extra, stored.values)
     store = stored.commit.folder.parent
     if isinstance(extra, dict) and {"global_step", "run"} <= extra.keys():
@@ -227,5 +227,4 @@ def _store(directory: Path) -> Iterator[str]:
         places = "\n  ".join(damaged)
         raise StorageError(f"{len(damaged)} damaged\n  {places}")
     else:
-        is_old = min(record.version for record in stored.commit.records) == 1
-        yield "it can be read; version 1 has no checksums of it" if is_old else "all of it is what was written"
+        yield "all of it is what was written"

@@ -81,7 +81,7 @@ def _described(machine: Machine, trace: MemoryTrace, problem: Problem, accumulat
         "model": trace.model,
         "num_params": trace.num_params,
         "num_trained": sum(param.numel for param in trace.params if param.trainable),
-        "precision": trace.precision,
+        "precision": trace.arithmetic(trace.precision),
         "gradients": problem.gradients,
         "checkpointing": trace.checkpointing,
         "kept_blocks": trace.kept_blocks,
@@ -167,7 +167,8 @@ def _step(
     rated = figures.get("nvme_endurance")
     # Model FLOPs utilization: the FLOP/s without what checkpointing computes again, as a share of the GPU's peak
     # (Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311).
-    peak = figures.get("gpu_flops_fp32" if plan.trace.precision == "fp32" else "gpu_flops_bf16")
+    kind = plan.trace.arithmetic(plan.trace.precision)
+    peak = figures.get(f"gpu_flops_{'bf16' if kind == 'fp16' else kind}")
     again = sum(moment.flops for moment in plan.trace.moments if moment.phase is Phase.RECOMPUTE)
     of_all = sum(moment.flops for moment in plan.trace.moments)
     is_known = peak is not None and machine.compute is Tier.GPU and not peak.source.startswith("measured")

@@ -462,6 +462,7 @@ def _program(way: Way, plan: Plan, tiers: list[Tier]) -> list[str]:
     memory: dict[str, Any] = {tier.value: getattr(settings, tier.value) or way.machine.budgets[tier] for tier in tiers}
     memory |= {f"{tier.value}_path": "FOLDER" for tier in tiers if tier.in_files}
     how: dict[str, Any] = {"precision": plan.problem.precision, "gradients": plan.problem.gradients}
+    how |= {"fp16_accumulation": True} if plan.trace.fp16_accumulation else {}
     how |= {"states": settings.states} | ({"device": "cpu"} if way.machine.compute is Tier.CPU else {})
     lines = ["import gemini"]
     if settings.attn_implementation not in (None, "auto"):

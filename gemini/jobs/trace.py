@@ -51,6 +51,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             tile_tokens=settings.tile_tokens,
             kept_blocks=int(settings.kept_blocks or 0),
             kernels=settings.kernels,
+            fp16_accumulation=settings.fp16_accumulation,
             tensor_parallel=settings.tp,
             context_parallel=settings.cp,
         )

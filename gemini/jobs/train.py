@@ -346,6 +346,7 @@ def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None
             checkpointing="non-reentrant" if args.gradient_checkpointing else None,
             tile_tokens=ours.tile_tokens,
             kept_blocks="auto" if ours.fastest else 0,
+            fp16_accumulation=ours.fp16_accumulation,
             tensor_parallel=ours.tp,
             context_parallel=ours.cp,
         )

@@ -66,6 +66,9 @@ class GeminiArguments:
     )
     machine: str | None = _opt("Whose speeds to plan with: a name or a file, as for `gemini plan --machine`.")
     order: str | None = _opt("bfs: micro-batches go block by block. (Default: --plan's.)", choices=("dfs", "bfs"))
+    fp16_accumulation: bool = _opt(
+        "Sum products of --fp16 in fp16: twice as quick on GeForce cards, and other bits. (Default: --plan's.)", False
+    )
     bytes: bool = _opt("Every byte of the text is a token, whatever tokenizer the model has.", False)
     durable_every: int = _opt("Steps between commits to a store in --nvme_path that outlives a kill; 0 for none.", 0)
     replicas: int = _opt("Groups of processes that keep a whole model each; a group shares its model.", 1)
@@ -236,6 +239,7 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes
         offload_activations=ours.offload_activations
         or ("cpu" if getattr(args, "activation_offloading", False) else None),
         tile_tokens=ours.tile_tokens,
+        fp16_accumulation=ours.fp16_accumulation,
         step="fastest" if ours.fastest else "given",
         hardware=None if ours.machine is None else load_hardware(ours.machine),
         optimizer=rule_named(ours.optimizer or "adamw"),
@@ -259,6 +263,7 @@ def step_of(plan: Plan) -> dict[str, Any]:
         "tile_tokens": trace.tile_tokens,
         "bf16": plan.problem.precision == "bf16",
         "fp16": plan.problem.precision == "fp16",
+        "fp16_accumulation": trace.fp16_accumulation,
         "optimizer": name_of(rule),
         "states": "exact" if rule.exact is None else "compact",
     }

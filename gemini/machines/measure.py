@@ -25,6 +25,7 @@ from gemini.memory.movement.mover import SLOTS, tiles
 from gemini.memory.nvme import Extent, SpillFile, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.optim.around import CompactRule
+from gemini.patches import sums_in_fp16
 from gemini.planning.hardware import Figure, human_figure
 from gemini.planning.planes import plane_specs
 from gemini.planning.working import DEVICE_TILE, TILE
@@ -315,9 +316,10 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
         yield "gpu_sms", _asked(card.multi_processor_count, name)
     rows, inner, columns = sizes.gpu_product
     how = f"torch.mm of {rows} x {inner} and {inner} x {columns}"
-    for key, dtype in (("gpu_flops_bf16", torch.bfloat16), ("gpu_flops_fp32", torch.float32)):
+    for kind, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp16_accumulation", torch.float16)):
         product = _product(sizes.gpu_product, dtype, device)
-        yield timed(key, product, how=how, value_of=lambda s: 2 * rows * inner * columns / s)
+        with sums_in_fp16() if dtype is torch.float16 else nullcontext():
+            yield timed(f"gpu_flops_{kind}", product, how=how, value_of=lambda s: 2 * rows * inner * columns / s)
     num_bytes = sizes.gpu_bytes
     here = torch.ones(num_bytes // 4, device=device)
     how = f"{human_bytes(num_bytes)} read and written in place"

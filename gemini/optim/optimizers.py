@@ -92,25 +92,6 @@ class SGD(RuleOptimizer, rule=SGDRule()):
         return SGDRule() if hypers["momentum"] else PlainSGDRule()
 
 
-class LOMO(HybridOptimizer):
-    """SGD that updates params during backward (Lv et al., 2023, arXiv:2306.09782): :class:`PlainSGDRule`, 4 bytes per
-    param. With ``GeminiConfig(optimizer=gemini.optim.PlainSGDRule(), gradients="transient")`` no gradients are kept.
-
-    Args:
-        params: as in :class:`gemini.HybridOptimizer`.
-        lr: learning rate.
-        weight_decay: the L2 coefficient.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = PlainSGDRule.defaults["lr"],
-        weight_decay: float = PlainSGDRule.defaults["weight_decay"],
-    ):
-        super().__init__(params, PlainSGDRule(), step_in_backward=True, lr=lr, weight_decay=weight_decay)
-
-
 def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
     """Two param groups for Muon, as its authors advise: the hidden matrices, which Muon updates, and the rest
     (embeddings, the head, vectors), which AdamW updates. Frozen params are in neither.

@@ -115,6 +115,8 @@ class Costs:
         self._efficiency = efficiency
         self._compute = compute
         self._width = "fp32" if precision == "fp32" else "bf16"
+        # Attention and convolutions are not of cuBLAS, whose sums alone may be in fp16.
+        self._products = precision if precision == "fp16_accumulation" else self._width
         self._local = local_ranks
         self._get = cache(self._figure)
         self._product = cache(self._seconds_of)
@@ -203,7 +205,7 @@ class Costs:
         computing = occupied(product, None if sms is None else int(sms.value))
         num_bytes = product.elements * (4 if self._width == "fp32" else 2)
         through_memory = num_bytes / self._get("gpu_bandwidth", what)
-        return max(computing / self._get(f"gpu_flops_{self._width}", what), through_memory), through_memory
+        return max(computing / self._get(f"gpu_flops_{self._products}", what), through_memory), through_memory
 
     def _on_cpu(self, moment: Moment) -> float:
         what = "computing a moment"

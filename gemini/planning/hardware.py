@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from gemini.errors import MissingFigure, PlanMismatch, human_bytes, parse_bytes
 from gemini.planning import document
@@ -27,6 +26,7 @@ FIGURES: dict[str, str] = {
     "cpu_threads": "processor cores",
     "gpu_flops_bf16": "FLOP/s of one GPU in half-precision matrix products",
     "gpu_flops_fp32": "FLOP/s of one GPU in fp32 matrix products",
+    "gpu_flops_fp16_accumulation": "FLOP/s of one GPU in fp16 products with fp16 sums (GeForce cards: twice as many)",
     "gpu_matrix_share": "share of its peak that the best matrix products reach on this GPU (without it: of any, 0.83)",
     "gpu_attention_share": "share of its peak that fused attention reaches in forward (without it: the A100's, 0.73)",
     "gpu_attention_backward_share": "the same in backward (without it: the A100's, 0.63)",
@@ -63,9 +63,6 @@ for _tier in Tier:
     FIGURES.setdefault(f"{_tier.value}_bytes", f"bytes of {_tier.spec.title}")
     for _way in _tier.spec.ways:
         FIGURES.setdefault(_way.figure, f"bytes/s of {_way.track}")
-
-_OLD = {"adam_cpu": "update_cpu", "adam_gpu": "update_gpu", "adam_cpu_one": "update_cpu_one"}
-"""What figures are called in older files."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +139,6 @@ class Hardware(Document, kind="hardware"):
         """The same machine with some figures replaced."""
         return Hardware(self.name, {**self.figures, **{key: Figure(v, source) for key, v in values.items()}})
 
-    @classmethod
-    def _from_body(cls, body: dict[str, Any]) -> Hardware:
-        figures = {_OLD.get(key, key): figure for key, figure in body["figures"].items()}
-        return super()._from_body({**body, "figures": figures})
-
     def __str__(self) -> str:
         """A line per figure, with its source."""
         lines = [self.name]
@@ -184,13 +176,6 @@ def machine_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
-def machine(name: str) -> Hardware:
-    """The machine of that name. Raises PlanMismatch if there is none, naming those there are."""
-    if name not in machine_names():
-        raise PlanMismatch(f"there is no machine {name!r}; there are {', '.join(machine_names())}")
-    return Hardware.from_json((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-
-
 def load_hardware(name_or_path: str | Path) -> Hardware:
     """A machine by its name (a ``str`` out of :func:`machine_names`), or else from the JSON file at that path. Behind
     either may stand what this one has more or less of: ``"rtx4090,cpu=128GiB,nvme=4TB"``.
@@ -204,7 +189,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     if sizes and not path.exists():
         return _with_sizes(load_hardware(name), sizes)
     if name in machine_names():
-        return machine(name)
+        return Hardware.from_json((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     if not path.exists():
         raise PlanMismatch(
             f"{str(name_or_path)!r} is neither a machine that Gemini knows nor a file: there are "

@@ -323,7 +323,7 @@ def _costs(trace: MemoryTrace, hardware: Hardware, grid: Grid) -> Costs:
         hardware,
         Efficiency(),
         compute=Tier.GPU if trace.target == "cuda" else Tier.CPU,
-        precision=trace.precision,
+        precision=trace.arithmetic(trace.precision),
         local_ranks=min(grid.per_machine, grid.sizes.ranks),
     )
 

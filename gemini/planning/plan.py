@@ -144,10 +144,6 @@ class Plan(Document, kind="plan"):
             raise ValueError("it does not have one home per chunk, or one list of moves per moment")
         return plan
 
-    def check_for(self, trace: MemoryTrace) -> None:
-        """Refuse a plan of another model. Raises PlanMismatch naming the first difference."""
-        trace.check_same_model(self.trace, what="the plan")
-
     def check_settings(self, **settings: Any) -> None:
         """Refuse a plan made for other settings (``precision=``, ``gradients=``, ``ranks=``, ``max_chunk=``). Raises
         PlanMismatch naming the setting and both values.

@@ -3,7 +3,7 @@
 A policy sees the candidates that may be evicted and how many bytes are missing, and names victims that free at least
 that many, or None: all or nothing, and it moves nothing. The manager evicts them; the planner and the simulator ask the
 same policy the same question, all of them through :func:`victims_of`, as it may be a user's own. A new one is a class
-with ``choose``, given to ``GeminiConfig(eviction=)`` as an object, or by a name in :data:`POLICIES`.
+with ``choose``, given to ``GeminiConfig(eviction=)``.
 
 With the whole step known the question is offline caching: each moment needs some chunks in a room of limited size, and
 every gathering costs. A chunk that is needed again either stays in the interval between (and takes its bytes of all
@@ -99,10 +99,6 @@ class LeastRecentlyUsed:
 
     def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
         return take_in_order(candidates, missing, lambda c: c.last_use)
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"next_use": NextUse}
-"""By the name that ``GeminiConfig(eviction=)`` takes."""
 
 
 def take_in_order(

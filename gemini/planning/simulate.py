@@ -230,7 +230,7 @@ def _work(
         hardware,
         efficiency or Efficiency(),
         compute=plan.problem.compute,
-        precision=plan.problem.precision,
+        precision=plan.trace.arithmetic(plan.problem.precision),
         local_ranks=grid.per_machine,
         beside=schedule == "overlapped",
         update_threads=update_threads,

@@ -27,10 +27,6 @@ class Track(Enum):
     REDUCE = "reduce-scatter"
     EXCHANGE = "exchange"
 
-    @classmethod
-    def _missing_(cls, value: object) -> Track | None:
-        return cls.UPDATE if value == "adam" else None  # in older files
-
 
 TRACKS = {boundary: Track(boundary.way.track) for boundary in BOUNDARIES}
 """Where a move over a boundary shows."""

@@ -177,6 +177,7 @@ class MemoryTrace(Document, kind="trace"):
         tile_tokens: what ``GeminiConfig(tile_tokens=)`` was; None for a model as it is.
         kept_blocks: of the blocks that checkpoint, how many are not computed again (:func:`kept_among`).
         kernels: "liger": the fused kernels that the model computes with; None for its own.
+        fp16_accumulation: whether products in fp16 are summed in fp16, as ``GeminiConfig(fp16_accumulation=)`` says.
         context_parallel: parts of a sequence, of which this is the last one; 1 for whole sequences.
         tensor_parallel: slices of layers, of which this has the first one; 1 for whole layers. ``params`` are slices.
         moments: in the order of the step.
@@ -208,6 +209,7 @@ class MemoryTrace(Document, kind="trace"):
     all_kept: MemoryTrace | None = None
     kept_blocks: int = 0
     kernels: str | None = None
+    fp16_accumulation: bool = False
     micro_batches: int = 1
     stages: tuple[int, ...] = ()
 
@@ -252,6 +254,10 @@ class MemoryTrace(Document, kind="trace"):
     def forms(self) -> list[MemoryTrace]:
         """The step as it is, then in tiles, each without the others: first what less is computed in tiles of."""
         return [replace(self, tiled=None), *([] if self.tiled is None else self.tiled.forms)]
+
+    def arithmetic(self, precision: str) -> str:
+        """How the products of the step in this precision are computed: "fp16_accumulation", or as the precision is."""
+        return "fp16_accumulation" if self.fp16_accumulation and precision == "fp16" else precision
 
     def with_fp32(self, names: Collection[str]) -> MemoryTrace:
         """The same step of a model in which the params of these (first) names stay in fp32, and no others."""
@@ -329,9 +335,10 @@ class MemoryTrace(Document, kind="trace"):
             f", one of {self.context_parallel} parts of each sequence": self.context_parallel > 1,
             f", one of {self.tensor_parallel} slices of its layers": self.tensor_parallel > 1,
         }
+        precision = self.arithmetic(self.precision)
         said = "".join(words for words, is_so in settings.items() if is_so)
         lines = [
-            f"{self.model}, {self.num_params:,} params, {self.precision}{said}; {shapes or 'no inputs known'}",
+            f"{self.model}, {self.num_params:,} params, {precision}{said}; {shapes or 'no inputs known'}",
             f"{how[self.source]} for {self.target}: {len(self.moments):,} moments, {self.flops / 1e12:,.4g} TFLOP, "
             f"{self.tokens:,} tokens",
             f"beside params: {human_bytes(self.peak_bytes)} at the peak, buffers {human_bytes(self.buffer_bytes)}",

@@ -143,6 +143,7 @@ def trace(
     keep_fp32: KeepFp32 = "auto",
     kept_blocks: int | str = 0,
     kernels: str | None = None,
+    fp16_accumulation: bool = False,
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
 
@@ -194,7 +195,8 @@ def trace(
         raise ValueError(f"tile_tokens={tiles} with tensor_parallel={tensor_parallel}: leave one of them out")
     check_kept(kept_blocks)
     is_open = kept_blocks == "auto"
-    step = _FakeStep(model, batch, precision, make_target(target), *how, 0 if is_open else int(kept_blocks), kernels)
+    more = (0 if is_open else int(kept_blocks), kernels, fp16_accumulation)
+    step = _FakeStep(model, batch, precision, make_target(target), *how, *more)
     found = step.trace(tiles)
     if is_open and found.checkpoint_bytes:  # else no block is computed again
         return _with_all_kept(found, step._replace(kept_blocks=ALL).trace(tiles))
@@ -231,6 +233,7 @@ class _FakeStep(NamedTuple):
     over: tuple[int, int]  # ranks with parts of each sequence, ranks with slices of layers
     kept_blocks: int
     kernels: str | None
+    fp16_accumulation: bool
 
     def trace(self, tiles: int | str | None) -> MemoryTrace:
         """Run it in ``tiles``; "auto": as it is, and in each kind of tiles that the planner may choose, with a warning
@@ -304,6 +307,7 @@ class _FakeStep(NamedTuple):
             step = self._run(fake, inputs, mode, sent)
         found = trace_of_step(fake, step, self.precision, kept, target=self.target.name, source=Source.AHEAD)
         found = replace(found, tile_tokens=tiles, context_parallel=number, tensor_parallel=slices, kernels=self.kernels)
+        found = replace(found, fp16_accumulation=self.fp16_accumulation)
         return found if blocks is None else replace(found, checkpointing=True, kept_blocks=len(blocks.blocks))
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], mode: FakeTensorMode, sent: Counter[str]) -> ObservedStep:

@@ -138,7 +138,7 @@ def corrected_by(measured: Timeline, predicted: Timeline, hardware: Hardware, en
     kind = engine.decision.problem.compute.value
     memory = "gpu_bandwidth" if kind == "gpu" else "dram_bandwidth"
     figures = {track: [hardware.sustained(boundary.way.figure)] for boundary, track in TRACKS.items()} | {
-        Track.COMPUTE: [f"{kind}_flops_bf16", f"{kind}_flops_fp32", f"{kind}_op_seconds", memory],
+        Track.COMPUTE: [*(key for key in FIGURES if key.startswith(f"{kind}_flops")), f"{kind}_op_seconds", memory],
         Track.UPDATE: ["update_cpu", "update_cpu_one", "update_gpu"],
     }
     both = measured.busy.keys() & predicted.busy.keys()

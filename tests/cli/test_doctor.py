@@ -141,7 +141,7 @@ def test_a_stranger_reads_what_is_in_a_store(gemini_command: Command, store: Pat
         "commit 2, step 3, 0:00:0",
         " ago, of 1 rank; for any number of ranks\n",
         "28 params, 30.6 k elements, bf16, rule Adam\n",
-        "1.641 MiB on the drive, each state twice; format version",
+        "1.641 MiB on the drive, each state twice\n",
         "of a Trainer, step 3 of the run in /runs/a:",
         f"gemini sft --resume_from_checkpoint {store}",
         "reading 840 KiB",

@@ -351,6 +351,20 @@ def test_the_lines_run_in_an_interpreter_of_their_own(
     assert done.returncode == 0, done.stderr
 
 
+def test_a_plan_with_sums_in_fp16_is_run_with_them(gemini_command: Command, tmp_path: Path) -> None:
+    config, out = llama_config(tmp_path / "config.json", **FOUR_BLOCKS), tmp_path / "plan.json"
+    sizes = ("--seq-len", 64, "--tokens-per-step", 256, "--fastest", "--machine", "rtx4090", "--out", out)
+    arithmetic = ("--precision", "fp16", "--fp16-accumulation")
+    for more, wanted in ((arithmetic, True), (arithmetic[:2], False)):
+        fastest = gemini_command.told("plan", config, *sizes, *more)["fastest"]
+        assert ("fp16_accumulation=True" in " ".join(fastest["python"])) is wanted, "nobody is given it unasked"
+        words = shlex.split(fastest["command"])[2:]
+        asked = options_of(Parser("sft").read(words))
+        assert asked.args.fp16 and asked.config.fp16_accumulation is wanted
+        with pytest.raises(JobError, match=f"was made with --fp16_accumulation {wanted}"):
+            options_of(Parser("sft").read([*words, f"--fp16_accumulation={not wanted}"]))
+
+
 def test_both_orders_are_compared_and_what_runs_it_says_which(
     gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

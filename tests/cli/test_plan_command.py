@@ -454,6 +454,23 @@ def test_mfu_is_without_what_is_computed_again(gemini_command: Command, tmp_path
     assert again["flops_per_second"] / peak > 1.05 * again["mfu"]
 
 
+def test_sums_in_fp16_are_quicker_where_the_card_has_them(gemini_command: Command, tmp_path: Path) -> None:
+    """Products alone: attention's kernels sum in fp32 whatever the switch says."""
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
+    config = llama_config(tmp_path / "config.json", **shape)
+    step = ("plan", config, "--seq-len", 2048, "--batch-size", 8, "--cpu", "32GiB", "--precision", "fp16")
+    on_4090, h200 = (*step, "--machine", "rtx4090"), (*step, "--machine", "dgx-h200")
+    plain, quick = (gemini_command.told(*on_4090, *how) for how in ((), ("--fp16-accumulation",)))
+    assert (plain["precision"], quick["precision"]) == ("fp16", "fp16_accumulation") and plain["held"] == quick["held"]
+    computing = [said["step"]["busy"]["compute"] for said in (plain, quick)]
+    assert 0.5 * computing[0] < computing[1] < 0.75 * computing[0]
+    assert quick["step"]["seconds"] < plain["step"]["seconds"]
+    peak = load_hardware("rtx4090").figures["gpu_flops_fp16_accumulation"].value
+    assert quick["step"]["mfu"] == pytest.approx(quick["step"]["flops_per_second"] / peak)
+    assert gemini_command.told(*h200)["fits"]
+    refused(gemini_command(*h200, "--fp16-accumulation"), "'dgx-h200' has no figure 'gpu_flops_fp16_accumulation'")
+
+
 def test_mfu_of_stages_is_of_the_whole_step(gemini_command: Command, tmp_path: Path) -> None:
     """In which they wait for each other."""
     config = llama_config(tmp_path / "config.json")

@@ -127,7 +127,8 @@ def test_a_large_spread_is_said_and_a_small_one_is_not() -> None:
 def test_the_figures_of_a_gpu_with_the_cpu_in_its_place() -> None:
     """The code of the GPU's figures runs; their values are the CPU's, and no GPU is counted."""
     figures = dict(measure_gpu(torch.device("cpu"), TINY))
-    products, link = {"gpu_flops_bf16", "gpu_flops_fp32"}, {"h2d", "d2h", "link_mixed", "copy_seconds"}
+    products = {f"gpu_flops_{kind}" for kind in ("bf16", "fp32", "fp16_accumulation")}
+    link = {"h2d", "d2h", "link_mixed", "copy_seconds"}
     assert set(figures) == {*products, *link, "gpu_bandwidth", "update_gpu", "gpu_op_seconds"}
     assert Hardware("stand-in", figures)
 

@@ -30,11 +30,6 @@ def test_figures_come_back_from_a_file_as_they_were() -> None:
     assert Hardware.from_json(json.dumps(json.loads(BOX.to_json()), indent=4)) == BOX, "pretty-printed by a person"
 
 
-def test_a_file_from_before_updates_were_called_so_is_read() -> None:
-    older = BOX.to_json().replace("update_cpu", "adam_cpu")
-    assert "adam_cpu" in older and Hardware.from_json(older) == BOX
-
-
 def test_a_figure_is_a_number_with_its_unit_and_its_source() -> None:
     assert BOX.get("h2d", needed_for="the simulator") == 31.5e9
     assert BOX.has("h2d") and not BOX.has("d2h")

@@ -12,7 +12,7 @@ import gemini
 from gemini.errors import BudgetExceeded
 from gemini.planning import working
 from gemini.planning.costs import Grid, Group, MeshSizes, sent_in_ring
-from gemini.planning.hardware import machine
+from gemini.planning.hardware import load_hardware
 from gemini.planning.parallel import (
     Blocks,
     MeshOutcome,
@@ -33,7 +33,7 @@ CONFIG = LlamaConfig(
     hidden_size=HIDDEN, intermediate_size=160, num_hidden_layers=LAYERS, num_attention_heads=8, num_key_value_heads=8,
     vocab_size=WORDS,
 )  # fmt: skip
-HARDWARE = machine("dgx-a100")
+HARDWARE = load_hardware("dgx-a100")
 GIB = 2**30
 
 
@@ -198,7 +198,7 @@ def test_what_is_carried_away_is_counted_as_in_the_plan(schedule: str, number: i
     """Micro-batches pass a stage in turn: the inputs of one are there, and of all that wait for it elsewhere."""
     one = decoder_trace(hidden=256, layers=6, vocab=500, tokens=2048, checkpointing=True)
     trace = replace(one if number == 1 else block_by_block(one, number), target="cuda")
-    hardware, away = machine("rtx4090"), [*working.carried_away(trace)]
+    hardware, away = load_hardware("rtx4090"), [*working.carried_away(trace)]
     for gpu in (1500, 1502, 1532):
         memory = gemini.MemoryBudget(gpu=f"{gpu}MiB", cpu="4GiB")
         plan = gemini.plan(trace, hardware, memory, gradients="retain", offload_activations="cpu", compute=Tier.GPU)

@@ -214,7 +214,7 @@ def test_refusals_say_what_to_do() -> None:
 def test_a_plan_of_another_model_or_other_settings_is_refused() -> None:
     made = plan(SMALL, None, budgets(None, 1.2, None))
     with pytest.raises(PlanMismatch, match=r"'model.layers.12.input_layernorm.weight' is absent there"):
-        made.check_for(decoder_trace(hidden=64, layers=13, tokens=64))
+        decoder_trace(hidden=64, layers=13, tokens=64).check_same_model(made.trace, what="the plan")
     with pytest.raises(PlanMismatch, match="precision='bf16', and here it is 'fp32'"):
         made.check_settings(precision="fp32")
     with pytest.raises(PlanMismatch, match="written in version 99"):

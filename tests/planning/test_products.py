@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gemini.planning.costs import Costs, Efficiency, occupied
-from gemini.planning.hardware import machine as named
+from gemini.planning.hardware import load_hardware
 from gemini.planning.parallel import breadth_first
 from gemini.planning.trace import AttentionWork, MemoryTrace, Moment, Phase, Product, times
 from gemini.tiers import Tier
@@ -127,7 +127,7 @@ def test_the_host_knows_no_tiles() -> None:
 @pytest.mark.parametrize("name, waves", [("dgx-a100", 5), ("dgx-h100", 4), ("rtx4090", 4), ("rtx3090", 7)])
 def test_the_same_product_has_other_waves_on_other_gpus(name: str, waves: int) -> None:
     """4,096 x 4,096 is 512 tiles."""
-    sms = int(named(name).figures["gpu_sms"].value)
+    sms = int(load_hardware(name).figures["gpu_sms"].value)
     assert occupied(Product(1, 4096, 4096, K), sms) == waves * sms * 2 * 256 * 128 * K
 
 

@@ -214,7 +214,7 @@ class StoreFolder:
             # The other file: this record is the commit to come back to.
             self._place = 1 - taken
             for name, pair in self.slots.pairs.items():
-                pair.take_committed(runs_of(own[taken].text["runs"][name]))
+                pair.take_committed(own[taken].text["runs"][name])
 
     def _paths(self, store: Path) -> list[Path]:
         """The files of this rank's slots in a store, on each drive one."""
@@ -322,11 +322,6 @@ def reading(directory: Path, own: StoreFolder | None):  # type: ignore[no-untype
         os.close(lock)
 
 
-def runs_of(body: list[list[int]]) -> Runs:
-    """Runs as a record has them: of version 1 without sums."""
-    return [(count, slot, sums[0] if sums else None) for count, slot, *sums in body]
-
-
 def _locked(directory: Path, rank: int, *, shared: bool = False) -> int:
     """A descriptor that holds the lock of a rank. The system lets go of it when the process ends, in whatever way."""
     with of_storage(f"the durable store in {directory} cannot be used"):
@@ -396,8 +391,6 @@ class CommitRecord(NamedTuple):
     text: Any
     """What JSON has."""
     tensors: bytes
-    version: int = VERSION
-    """Of the format that it was read in."""
 
 
 def write_record(path: Path, record: CommitRecord) -> None:
@@ -419,7 +412,7 @@ def write_record(path: Path, record: CommitRecord) -> None:
 
 
 def read_record(path: Path) -> CommitRecord | None:
-    """The record in a file; None if none there is whole. StorageError for one of a newer format, or not to be read."""
+    """The record in a file; None if none there is whole. StorageError for one of another format, or not to be read."""
     if not path.exists():
         return None
     with of_storage(f"the commit record {path} cannot be read"):
@@ -429,7 +422,7 @@ def read_record(path: Path) -> CommitRecord | None:
     magic, version, checksum, sequence, text, tensors = _HEAD.unpack_from(data)
     if magic != MAGIC:
         return None
-    if version > VERSION:
+    if version != VERSION:
         raise StorageError(
             f"{path} has version {version} of the format, this Gemini reads version {VERSION}: load the store with the "
             "Gemini that wrote it"
@@ -439,4 +432,4 @@ def read_record(path: Path) -> CommitRecord | None:
     if len(data) < end or zlib.crc32(memoryview(data)[_SUMMED:end]) != checksum:
         return None
     begin = _HEAD.size + text
-    return CommitRecord(sequence, json.loads(zlib.decompress(data[_HEAD.size : begin])), data[begin:end], version)
+    return CommitRecord(sequence, json.loads(zlib.decompress(data[_HEAD.size : begin])), data[begin:end])

@@ -37,8 +37,8 @@ ZEROS = 2
 SUMMED_PAGES = 1024
 """Pages that are read at once to be summed."""
 
-Runs = list[tuple[int, int, int | None]]
-"""Runs of a plane's pages: how many, in which slot, and their CRC-32 (0 of zeros, None in a record of version 1)."""
+Runs = list[tuple[int, int, int]]
+"""Runs of a plane's pages: how many, in which slot, and their CRC-32 (0 of zeros)."""
 
 
 class SlotPair:
@@ -139,7 +139,7 @@ class SlotPair:
         self._committed = pages_of(runs)
         page = 0
         for count, slot, crc in runs:
-            if slot != ZEROS and crc is not None:
+            if slot != ZEROS:
                 self._keep_sum(slot, page, count, crc)
             page += count
 

@@ -24,7 +24,6 @@ from gemini.memory.durable.folder import (
     StoreFolder,
     last_commit,
     read_layout,
-    runs_of,
     slots_paths,
 )
 from gemini.memory.durable.slots import ZEROS, Runs, slot_name
@@ -179,7 +178,7 @@ class _PageRun(NamedTuple):
     first: int
     pages: int
     slot: int
-    crc: int | None
+    crc: int
 
 
 class SlotReader(TensorFile):
@@ -197,7 +196,7 @@ class SlotReader(TensorFile):
         """By plane its runs, where its slots begin, and the bytes of one."""
         offset = 0
         for name, size in layout["sizes"]:
-            self.slots[name] = runs_of(runs[name]), offset, size
+            self.slots[name] = runs[name], offset, size
             # Each plane has two slots, one behind the other; its runs say in which of them a page was written last.
             offset += 2 * size
         for drive, file in enumerate(paths):
@@ -236,15 +235,14 @@ class SlotReader(TensorFile):
             page += count
 
     def _compare(self, plane: str, run: _PageRun) -> None:
-        """Read a run and compare its sum, if any. Raises StorageError if it is unreadable or not what was written."""
+        """Read a run and compare its sum. Raises StorageError if it is unreadable or not what was written."""
         # Nothing was ever written there, and nothing is read.
         if run.slot == ZEROS:
             return
         _, offset, size = self.slots[plane]
         position, cause = offset + run.slot * size + run.first * PAGE, None
         try:
-            # Without a sum all that can be seen is that it can be read.
-            if self._sum_of(position, run.pages * PAGE) == run.crc or run.crc is None:
+            if self._sum_of(position, run.pages * PAGE) == run.crc:
                 return
         except StorageError as e:
             cause = e

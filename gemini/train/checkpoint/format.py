@@ -34,10 +34,6 @@ from gemini.replacing import check_renamable, sync
 from gemini.train.params.handle import ParamHandle
 
 FORMAT, VERSION = "gemini-checkpoint", 4
-READABLE = (2, 3, 4)
-"""Version 2 knows no slices, and both before 4 of the model's state only its buffers; they are otherwise the same."""
-ALL_OF_MODEL = 4
-"""The first version whose ``buffers`` are all that the model's ``state_dict()`` has beside params."""
 MANIFEST = "manifest.json"
 VALUES = "values.safetensors"
 """The file of tensors that are not masters or states: buffers, RNGs, what modules, scheduler and ``extra`` hold."""
@@ -102,7 +98,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     piece: int  # elements of a checksum
     params: dict[str, SavedParam]
     files: dict[str, SavedFile]
-    loss_scale: Any = None  # of versions that scaled backwards without a ``GradScaler``
     scheduler_kind: str | None = None  # the name of its class; None without one, and in checkpoints that do not say it
     scheduler: Any
     groups: Any
@@ -295,10 +290,9 @@ def read_manifest(path: Path) -> Manifest:
         raise StorageError(f"{path}/{MANIFEST} cannot be read: {e}") from e
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise StorageError(f"{path}/{MANIFEST} is not that of a Gemini checkpoint")
-    if data.get("version") not in READABLE:
-        readable = " and ".join(map(str, READABLE))
+    if data.get("version") != VERSION:
         raise StorageError(
-            f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads versions {readable}: "
+            f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads version {VERSION}: "
             "load it with the Gemini that wrote it, and carry the weights over with model.save_pretrained"
         )
     # It is over everything else in the manifest.

@@ -20,11 +20,11 @@ import numpy
 import torch
 from torch import nn
 
-from gemini.errors import PlanMismatch, RankMismatch, warn
+from gemini.errors import PlanMismatch, RankMismatch
 from gemini.interrupts import WHOLE
 from gemini.planning.planes import RuleSpec
 from gemini.ranks.agree import Handshake
-from gemini.train.checkpoint.format import ALL_OF_MODEL, Manifest, SavedParam, decode
+from gemini.train.checkpoint.format import Manifest, SavedParam, decode
 from gemini.train.checkpoint.read import check_rule
 from gemini.train.engine import Engine
 from gemini.train.modules.codes import scales_in
@@ -197,8 +197,6 @@ class Rest:
         here, self._model_state = self._beside_params(), decode(manifest.buffers, values)
         if params.of_stages:  # of all stages: those that are here too
             self._model_state = {name: value for name, value in self._model_state.items() if name in here}
-        if manifest.version < ALL_OF_MODEL:
-            self._model_state = _with_unsaid(path, model, here, self._model_state)
         self._rng, self.extra = decode(manifest.rng, values), decode(manifest.extra, values)
         # More ranks than wrote it: the others keep their own generators.
         self._rng = self._rng[engine.ranks.everyone.rank :][:1]
@@ -352,22 +350,6 @@ def _compared_groups(
         except ValueError as e:
             raise PlanMismatch(f"{path} was saved with the other kind of weight decay: {e}") from e
     return [loaded_group(group, ours) for group, ours in zip(saved, here, strict=True)]
-
-
-def _with_unsaid(path: Path, model: nn.Module, here: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Add to a saved model state what a checkpoint lacks that knew only buffers, each of them by its first name."""
-    # A buffer under several names was saved under the first alone.
-    first = {id(here[name]): name for name in saved if name in here}
-    others = {name: saved[first[id(value)]] for name, value in here.items() if id(value) in first}
-    buffers = {id(buffer) for buffer in model.buffers()}
-    unsaid = {name: value for name, value in here.items() if id(value) not in buffers and name not in saved}
-    if unsaid:
-        warn(
-            f"{path} is of an older Gemini, which kept nothing of a model but params and buffers: "
-            f"{', '.join(map(repr, sorted(unsaid)[:3]))}{' and more' if len(unsaid) > 3 else ''} of model.state_dict() "
-            "are not in it, and stay as they are"
-        )
-    return {**unsaid, **others, **saved}
 
 
 def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:

@@ -259,7 +259,7 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
     else:
         # A trace may have been made without knowing what stays in fp32 here.
         trace = (config.trace or own).with_fp32({param.name for param in own.params if param.fp32})
-    own.check_same_model(trace, what="the trace")
+        own.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
     if config.kept_blocks == "auto":
         if trace.source is not Source.AHEAD or (trace.all_kept is None and trace.checkpoint_bytes):
@@ -277,6 +277,11 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
             f"the trace is of a model with {trace.kernels}'s kernels, and this one computes without them, so its "
             "activation memory is wrong for this run. TrainingArguments(use_liger_kernel=True) or liger_kernel's "
             "apply_liger_kernel_to_...() puts them in; or trace without kernels="
+        )
+    if trace.source is Source.AHEAD and trace.fp16_accumulation != config.fp16_accumulation:
+        raise PlanMismatch(
+            f"the trace has fp16_accumulation={trace.fp16_accumulation} and the config {config.fp16_accumulation}: say "
+            "the same in both, gemini.trace(..., fp16_accumulation=)"
         )
     parts = ranks.context.size
     if trace.source is Source.AHEAD and trace.context_parallel != parts:
@@ -430,7 +435,7 @@ def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
 
 
 def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device: Device, ranks: Ranks) -> None:
-    plan.check_for(structure)
+    structure.check_same_model(plan.trace, what="the plan")
     plan.check_settings(
         precision=config.precision,
         gradients=config.gradients,
