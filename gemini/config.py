@@ -196,7 +196,9 @@ class GeminiConfig:
 
 
 def config_of(given: GeminiConfig | None) -> GeminiConfig:
-    """The config that was given, or the one of all defaults."""
+    """The config that was given, or the one of all defaults. Raises TypeError for anything else."""
+    if not isinstance(given, (GeminiConfig, type(None))):
+        raise TypeError(f"the config of a managed model is a gemini.GeminiConfig, got {type(given).__name__}")
     return GeminiConfig() if given is None else given
 
 

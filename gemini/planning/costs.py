@@ -38,7 +38,7 @@ _SHARED = ("dram_", "cpu_flops_", *(f"{tier.value}_" for tier in FILED))
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The share of a specified peak that real work reaches.
+    """The share of a specified peak that real work reaches. Raises ValueError for one that is not above 0, or above 1.
 
     Attributes:
         matrix: tensor cores in the best products; of a GPU its own (``gpu_matrix_share``). What others take longer by
@@ -58,6 +58,11 @@ class Efficiency:
     host_memory: float = 0.78
     nvme: float = 1.0
     wire: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name, share in vars(self).items():
+            if not 0 < share <= 1:
+                raise ValueError(f"Efficiency({name}={share}): it is a share, above 0 and at most 1")
 
     def of(self, hardware: Hardware, key: str) -> float:
         """The share of figure ``key`` that is reached: 1 for a measured one."""

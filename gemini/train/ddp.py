@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gemini.config import GeminiConfig
+from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError, human_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.patches import register, replaced
@@ -517,11 +517,9 @@ class _OfEngine:
 
 
 def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> nn.Module:
-    config = GeminiConfig() if config is None else config
+    config = config_of(config)
     if not isinstance(model, nn.Module):
         raise TypeError(f"GeminiDDP(model, config) wraps an nn.Module, got {type(model).__name__}")
-    if not isinstance(config, GeminiConfig):
-        raise TypeError(f"GeminiDDP(model, config) takes a gemini.GeminiConfig, got {type(config).__name__}")
     if isinstance(model, GeminiDDP):
         raise ValueError(
             f"this {type(model).__name__} is managed already: GeminiDDP(model) wraps a model once. To wrap it "

@@ -354,6 +354,9 @@ def test_what_cannot_be_played_is_refused() -> None:
     for threads in (0, -1):
         with pytest.raises(ValueError, match=f"update_threads={threads}: it is at least 1"):
             simulate(plan, machine(), update_threads=threads)
+    for share in (0, -1, 2, float("nan")):
+        with pytest.raises(ValueError, match=f"matrix={share}"):
+            Efficiency(matrix=share)
     with pytest.raises(ValueError, match="keeps none"):
         simulate(stack_plan(2, weights=Tier.CPU, states=Tier.CPU, gradients="transient"), machine(), clipping=True)
 

@@ -265,7 +265,7 @@ def test_compact_states_go_into_the_same_slices_only(pool_of: Pools, tmp_path: P
     for found in pool_of(2).run(went_on, {"tp": 2}, *settings):
         assert all(helpers.same_bits(value, wanted[name]) for name, value in found.items())
     for text in failures(pool_of(4).outcomes(went_on, {"tp": 4}, *settings), "PlanMismatch"):
-        assert "was saved with tp=2 and the mesh has tp=4: compact states" in text
+        assert "in slices of 2 ranks, and here are 4: compact states" in text
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

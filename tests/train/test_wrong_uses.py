@@ -479,6 +479,9 @@ TINY = {
 
 
 def test_arguments_that_are_not_there() -> None:
+    for make in (GeminiDDP, gemini.from_config, gemini.from_pretrained):
+        with pytest.raises(TypeError, match="the config of a managed model is a gemini.GeminiConfig, got dict"):
+            make(nn.Linear(2, 2), {"device": "cpu"})  # type: ignore[arg-type]
     model, of_config = nn.Linear(2, 2), r"takes a config object.*AutoConfig\.from_pretrained"
     refuse([
         (lambda: GeminiDDP(model, precision="fp32"), TypeError,

@@ -203,15 +203,17 @@ class Rest:
         for states in self._rng:
             _try_rng_states(path, states)
         self._state = decode(manifest.scheduler, values)
-        if (has_none := isinstance(scheduler, NoScheduler)) != (self._state is None):
+        self._compare_scheduler(manifest.scheduler_kind)
+
+    def _compare_scheduler(self, saved: str | None) -> None:
+        """Raise PlanMismatch if the saved state is of another scheduler, by its kind or the names in it."""
+        if (has_none := isinstance(self._scheduler, NoScheduler)) != (self._state is None):
             had = "with" if has_none else "without"
-            raise PlanMismatch(f"{path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
-        kind = manifest.scheduler_kind
-        why = f"it was a {kind}" if kind not in (None, scheduler_kind(scheduler)) else ""
-        if not (why or has_none) and (name := _differing(scheduler.state_dict(), self._state)):
-            why = f"their states differ in {name!r}"
-        if why:
-            raise self._other_scheduler(why)
+            raise PlanMismatch(f"{self._path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
+        if saved not in (None, scheduler_kind(self._scheduler)):
+            raise self._other_scheduler(f"it was a {saved}")
+        if not has_none and (name := _differing(self._scheduler.state_dict(), self._state)):
+            raise self._other_scheduler(f"their states differ in {name!r}")
 
     def _other_scheduler(self, why: object) -> PlanMismatch:
         return PlanMismatch(
@@ -302,16 +304,17 @@ def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision:
             f"{path} was saved for another model: {len(different)} params differ, the first is {different[0]!r} "
             f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
         )
-    # A scale of compact states is for a block of elements as they follow each other in one slice.
-    pairs = [(handle.whole_name, manifest.params[handle.whole_name], SavedParam.of(handle)) for handle in handles]
-    anew = [[1 if of.cut is None else of.cut[2] for of in (was, now)] for _, was, now in pairs if was.cut != now.cut]
-    if anew and (manifest.rule.exact is not None or rule.exact is not None):
-        raise PlanMismatch(
-            f"{path} was saved with tp={anew[0][0]} and the mesh has tp={anew[0][1]}: compact states have one scale "
-            "for many elements of a slice, and slices of another size have others. Load it with the same tp, or save "
-            'and load with states="exact"'
-        )
-    for name, was, now in pairs:
+    has_compact = manifest.rule.exact is not None or rule.exact is not None
+    for handle in handles:
+        name, was, now = handle.whole_name, manifest.params[handle.whole_name], SavedParam.of(handle)
+        # A scale of compact states is for a block of elements as they follow each other in one slice.
+        if was.cut != now.cut and has_compact:
+            there, of_now = (1 if of.cut is None else of.cut[2] for of in (was, now))
+            raise PlanMismatch(
+                f"{path} has {name!r} in slices of {there} ranks, and here are {of_now}: compact states have one scale "
+                "for many elements of a slice, and slices of another size have others. Load it with the same tp and "
+                'ep, or save and load with states="exact"'
+            )
         if was.fp32 != now.fp32 and (was.cut != now.cut or not was.trained):
             raise PlanMismatch(
                 f"{name!r} was saved in {'fp32' if was.fp32 else manifest.precision} in {path} and is in "
