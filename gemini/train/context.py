@@ -237,8 +237,7 @@ class Attend:
 
     def __init__(self, exchange: Exchange, kernel: str):
         self._exchange, self._kernel = exchange, kernel
-        self.in_forward = False
-        """Whether the model computes a part of a sequence now."""
+        self.in_forward = False  # whether the model computes a part of a sequence now
         self.num_calls = 0
         self._masks: dict[Any, torch.Tensor] = {}
 

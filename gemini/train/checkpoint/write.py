@@ -255,12 +255,10 @@ class FolderHome(CheckpointHome):
         self.pieces = pieces_of(self._sources.values(), piece)
         self.in_place = all(source.plane.host_reaches for source in self._sources.values())
         self.held, self.pending = set(), {}
-        self._files: list[TensorFileWriter] = []
-        """The one of this rank, once there is a piece for it."""
+        self._files: list[TensorFileWriter] = []  # the one of this rank, once there is a piece for it
         # By source, in the order of its pieces, which therefore must be put in order.
         self._sums: dict[str, list[int]] = {key: [] for key in self._sources}
-        self._made: list[Path] = []
-        """On the first rank the folder that all write into."""
+        self._made: list[Path] = []  # on the first rank the folder that all write into
 
     def begin(self, ranks: Handshake) -> None:
         name = ranks.step(lambda: self.draft.rng, self._make)
