@@ -396,16 +396,15 @@ def batch_for(
     known = inspect.signature(model_class.forward).parameters
 
     ids, numbers = (partial(torch.zeros, dtype=dtype, device="meta") for dtype in (torch.long, torch.float32))
-    batch: dict[str, torch.Tensor] = {}
     if "pixel_values" in known and "input_ids" not in known:
         return {"pixel_values": numbers(batch_size, *_image_shape(config)), "labels": ids(batch_size)}
     if "input_features" in known:
         length = 2 * getattr(config, "max_source_positions", 1500)
-        batch["input_features"] = numbers(batch_size, getattr(config, "num_mel_bins", 80), length)
+        batch = {"input_features": numbers(batch_size, getattr(config, "num_mel_bins", 80), length)}
     elif "input_values" in known:
-        batch["input_values"] = numbers(batch_size, seq_len)
+        batch = {"input_values": numbers(batch_size, seq_len)}
     elif "input_ids" in known:
-        batch["input_ids"] = ids(batch_size, seq_len)
+        batch = {"input_ids": ids(batch_size, seq_len)}
     else:
         raise ValueError(
             f"what {name} takes is not known here ({', '.join(list(known)[1:6])}): make the batch yourself"

@@ -282,7 +282,7 @@ class Observer:
         self.step = ObservedStep()
         if self.meter is not None:
             self.meter.reset()
-        self._begin_moment()
+        self._away, self._since = 0.0, self.now()
 
     def end_step(self) -> None:
         """Forward and backward are over."""
@@ -393,11 +393,7 @@ class Observer:
         step.keys.append(key)
         step.times.append(max(0.0, now - self._since - self._away))
         step.moment_at.append(self._close() if self.meter is not None else None)
-        self._begin_moment()
-
-    def _begin_moment(self) -> None:
-        self._away = 0.0
-        self._since = self.now()
+        self._away, self._since = 0.0, self.now()
 
     def _close(self) -> int | None:
         meter, moments = self.meter, self.step.moments
