@@ -372,7 +372,7 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     asked, may_tile, too_large, fitting = way.settings, way.settings.tile_tokens == "auto", set[Any](), set[Any]()
     sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
     config, in_turn = find_config(asked.config or "", asked.layers).config.get_text_config(), _why_in_turn(asked)
-    orders = [None if in_turn else asked.order]
+    orders, length = [None if in_turn else asked.order], seq_len_of(asked)
     is_open = asked.fastest and asked.order is None and way.machine.hardware is not None
     if is_open and not (in_turn or asked.lora or hasattr(config, "router_aux_loss_coef")):  # they drop, TRL adds it
         with suppress(JobError):
@@ -387,7 +387,7 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
             continue
         if alone and is_large and not may_tile and not way.changed(batch_size=1, accumulate=1).fits():
             continue
-        found, every = list[Way](), _tiles(config, size * seq_len_of(asked), only=order not in fitting)
+        found, every = list[Way](), _tiles(config, size * length, only=order not in fitting)
         for tiles in every if may_tile else [asked.tile_tokens]:
             with suppress(JobError):  # no walk through blocks, or nothing to compute in tiles
                 if (own := other.changed(tile_tokens=tiles)).fits():

@@ -25,7 +25,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
 
     source = find_config(settings.config, settings.layers)
     config = source.config
-    seq_len = seq_len_of(settings)
+    seq_len = seq_len_of(settings, config)
     hush()
     config.use_cache = False
     with refusing(f"{source.label} cannot be traced"):
@@ -75,12 +75,12 @@ def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
         return structural_trace(model, precision)
 
 
-def seq_len_of(settings: Any) -> int:
-    """Tokens in a sequence of a step."""
+def seq_len_of(settings: Any, config: Any = None) -> int:
+    """Tokens in a sequence of a step of the model of ``config``, which is read if it is not given."""
     from gemini.jobs.models import find_config
 
-    config, asked = find_config(settings.config, settings.layers).config.get_text_config(), settings.seq_len
-    positions = getattr(config, "max_position_embeddings", None)
+    config, asked = config or find_config(settings.config, settings.layers).config, settings.seq_len
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if asked is None:
         return min(positions or MOST_POSITIONS, MOST_POSITIONS)
     if positions is not None and asked > positions:

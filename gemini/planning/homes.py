@@ -23,9 +23,9 @@ FINE = 120
 
 
 class HomeChoice(NamedTuple):
-    """One binary decision: what it puts where, and what it costs and frees against all planes on the CPU tier."""
+    """What chunks that are alike can choose: homes, and what each costs and frees against all on the CPU tier."""
 
-    chunk: int
+    chunks: Sequence[int]
     homes: Mapping[PlaneKind, Tier]
     excludes: tuple[PlaneKind, ...]
     seconds: Mapping[str, float]
@@ -52,27 +52,41 @@ def cheapest_homes(
     of_chunks = _Choices(problem, fetches, speeds, accumulate)
     base: dict[str, float] = {}
     used = problem.spoken_for(streams=streaming)
-    choices: list[HomeChoice] = []
-    alike: dict[tuple[object, ...], list[HomeChoice]] = {}
+    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, sizes in enumerate(problem.sizes):
         for track, seconds in of_chunks.seconds_with(index, {}, fetches[index]).items():
             base[track] = base.get(track, 0.0) + seconds
         used[Tier.CPU] = used.get(Tier.CPU, 0) + sum(sizes.values())
         if problem.durable:
             used[DRIVE] = used.get(DRIVE, 0) + 2 * sum(problem.durable_bytes(index).values())
-        # What chunks of layers that are alike can choose is the same.
+        # What chunks of layers that are alike can choose is the same: only how many of them choose it is asked for.
         chunk = problem.layout.chunks[index]
         own = replace(chunk, index=0, slots=()), *(slot.numel for slot in chunk.slots), fetches[index], *sizes.items()
-        if own not in alike:
-            alike[own] = [*of_chunks.of(index, streaming=streaming)]
-        choices += (choice._replace(chunk=index) for choice in alike[own])
+        alike[own].append(index)
+    every = [(own, of_chunks.of(own[0], streaming=streaming)) for own in alike.values()]
+    choices = [choice._replace(chunks=own) for own, of_first in every for choice in of_first]
     chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
     if chosen is None:
         return None
     homes = [dict.fromkeys(sizes, Tier.CPU) for sizes in problem.sizes]
-    for choice in chosen:
-        homes[choice.chunk].update(choice.homes)
-    return Placement(tuple(homes), frozenset(choice.chunk for choice in chosen if choice.streamed))
+    assigned = [*_assigned(chosen)]
+    for index, choice in assigned:
+        homes[index].update(choice.homes)
+    return Placement(tuple(homes), frozenset(index for index, choice in assigned if choice.streamed))
+
+
+def _assigned(chosen: Sequence[tuple[HomeChoice, int]]) -> Iterator[tuple[int, HomeChoice]]:
+    """Which of the chunks that are alike take what was chosen so many times: those first that leave less to others. The
+    first chunks, whose weights are needed first, are on the GPU; those on a drive are evenly spread.
+    """
+    taken: defaultdict[tuple[int, PlaneKind], bool] = defaultdict(bool)
+    for choice, times in sorted(chosen, key=lambda each: -len(each[0].excludes)):
+        free = [index for index in choice.chunks if not any(taken[index, kind] for kind in choice.excludes)]
+        if any(tier.in_files for tier in choice.homes.values()):
+            free.sort(key=spread_evenly, reverse=True)
+        for index in free[:times]:
+            taken.update(dict.fromkeys(((index, kind) for kind in choice.excludes), True))
+            yield index, choice
 
 
 class _Choices:
@@ -147,7 +161,7 @@ class _Choices:
         if stays:
             num_bytes[problem.compute] += problem.window_bytes(index)
         homes = dict.fromkeys(kinds, tier)
-        return HomeChoice(index, homes, tuple(excludes or kinds), change, num_bytes, streamed)
+        return HomeChoice((index,), homes, tuple(excludes or kinds), change, num_bytes, streamed)
 
     def seconds_with(
         self, index: int, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False
@@ -182,18 +196,17 @@ def _solve(
     used: Mapping[Tier, int],
     overlapped: bool,
     compute_seconds: float,
-) -> list[HomeChoice] | None:
-    """The choices that cost least within the budgets, beside what is ``used`` of them; None if there are none."""
+) -> list[tuple[HomeChoice, int]] | None:
+    """The choices that cost least beside what is ``used`` of budgets, and how many take each; None without any."""
     if not choices:
         return []
     scale, last = sum(base.values()) or 1.0, len(choices)
     rows = [*_exclusions(choices), *_budgets(problem, choices, used)]
     costs = [sum(choice.seconds.values()) / scale * (0.01 if overlapped else 1.0) for choice in choices]
-    # Of equals the first chunks are on the GPU, whose weights are needed first; those on a drive are evenly spread.
-    nudge = 1e-9 / max(1, len(problem.layout.chunks))
+    # Of equals the first chunks are on the GPU, as of those that are alike.
     for column, choice in enumerate(choices):
         slower = any(tier.in_files for tier in choice.homes.values())
-        costs[column] += 1e-9 * (1 - spread_evenly(choice.chunk)) if slower else nudge * choice.chunk
+        costs[column] += 1e-9 * (1 if slower else choice.chunks[0] / len(problem.layout.chunks))
     if overlapped:
         # One more number, which no track may exceed: the time of the busiest.
         costs.append(1.0)
@@ -201,17 +214,19 @@ def _solve(
             spent = {column: choice.seconds.get(track, 0.0) / scale for column, choice in enumerate(choices)}
             busy = {column: share for column, share in spent.items() if share}
             rows.append(({**busy, last: -1.0}, -base.get(track, 0.0) / scale))
-    chosen = solve(costs, rows, last, least=compute_seconds / scale, gap=2e-3, nodes=50)
-    return None if chosen is None else [choices[column] for column in sorted(chosen)]
+    most = [len(choice.chunks) for choice in choices]
+    chosen = solve(costs, rows, most, least=compute_seconds / scale, gap=2e-3, nodes=50)
+    return None if chosen is None else [(choices[column], times) for column, times in sorted(chosen.items())]
 
 
 def _exclusions(choices: Sequence[HomeChoice]) -> Iterator[Row]:
-    """Each plane is placed by one choice at most."""
+    """Each plane is placed by one choice at most: that of all alike chunks by as many as they are."""
     placing: defaultdict[tuple[int, PlaneKind], dict[int, float]] = defaultdict(dict)
     for column, choice in enumerate(choices):
         for kind in choice.excludes:
-            placing[choice.chunk, kind][column] = 1.0
-    return ((columns, 1.0) for columns in placing.values() if len(columns) > 1)
+            placing[choice.chunks[0], kind][column] = 1.0
+    numbers = {choice.chunks[0]: float(len(choice.chunks)) for choice in choices}
+    return ((columns, numbers[first]) for (first, _), columns in placing.items() if len(columns) > 1)
 
 
 def _budgets(problem: Problem, choices: Sequence[HomeChoice], used: Mapping[Tier, int]) -> Iterator[Row]:

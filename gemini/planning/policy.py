@@ -300,7 +300,7 @@ def _choose(
     rows = [({column: sizes[gaps[column].chunk] // unit for column in over}, left // unit) for left, over in short]
     most = max(saved.values())
     costs = [-saved[gap] / most for gap in gaps]
-    chosen = solve(costs, rows, len(gaps), gap=1e-3 if len(gaps) > 100 else 0.0, nodes=200)
+    chosen = solve(costs, rows, [1] * len(gaps), gap=1e-3 if len(gaps) > 100 else 0.0, nodes=200)
     return {gaps[column] for column in chosen or ()}
 
 

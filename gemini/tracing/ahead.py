@@ -56,19 +56,6 @@ MOST_REAL = 2**22
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
-_VIEWS = {
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.expand.default,
-    _aten.detach.default,
-    _aten.unsqueeze.default,
-    _aten.slice.Tensor,
-}
-"""Most of what only looks at its first argument in another way. Asking torch's own shape functions without the way
-through ``FakeTensorMode``, which looks for many special cases first, saves time in every trace.
-"""
 
 
 class FakeRunner:
@@ -81,10 +68,14 @@ class FakeRunner:
         packet = getattr(func, "_overloadpacket", func)
         if packet is _aten._grouped_mm and args[0].dtype is not torch.bfloat16:
             return _grouped_mm_of_any_dtype(func, args, kwargs)
-        if func in _VIEWS and not kwargs and type(args[0]) is FakeTensor:
+        looks = getattr(func, "is_view", False) or func is _aten._unsafe_view.default
+        if looks and not kwargs and type(args[0]) is FakeTensor and args[0].constant is None:
+            # Not on the way through ``FakeTensorMode``, which looks for many special cases first.
             with in_kernel_invocation_manager(self._mode):
                 out = func(*args)
-            return FakeTensor(self._mode, out, _CPU)
+            if isinstance(out, torch.Tensor):
+                return FakeTensor(self._mode, out, _CPU)
+            return [FakeTensor(self._mode, each, _CPU) for each in out]
         inputs = tensors_in(args) + tensors_in(list(kwargs.values()))
         if not inputs:
             out = func(*args, **kwargs)
