@@ -16,8 +16,8 @@ import gc
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -56,6 +56,8 @@ MOST_REAL = 2**22
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
+_KNOWN: dict[Any, tuple[Any, ...]] = {}
+"""By operation and the forms of its arguments: the type of what it returns, and the form of each result."""
 
 
 class FakeRunner:
@@ -82,10 +84,52 @@ class FakeRunner:
             if not isinstance(out, torch.Tensor) or not _may_decide(packet, out):
                 return out
         elif not _have_values(inputs):
-            return func(*args, **kwargs)
+            return self._fake(func, args, kwargs)
         with unset_fake_temporarily():
             out = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, self._faked, out)
+
+    def _fake(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run it without values. ``FakeTensorMode`` is asked once for arguments of the same forms: that takes ten times
+        as long as all else of an operation, and layers and tiles repeat each other.
+        """
+        given = (*args, *kwargs.values())
+        try:
+            key = func, *kwargs, torch.get_default_dtype(), _form_of(given)
+            known = _KNOWN.get(key)
+        except TypeError:  # there is more to know of an argument
+            return func(*args, **kwargs)
+        if known is None:
+            out = func(*args, **kwargs)
+            results = out if isinstance(out, (tuple, list)) else [out]
+            with suppress(TypeError):
+                if _form_of(given) == key[-1]:
+                    _KNOWN[key] = type(out), *self._forms_of(results, given)
+            return out
+        kind, *forms = known
+        made = [given[form] if isinstance(form, int) else form and self._empty(*form) for form in forms]
+        return kind(made) if issubclass(kind, (tuple, list)) else made[0]
+
+    def _forms_of(self, results: Sequence[Any], given: Sequence[Any]) -> Iterator[Any]:
+        """The number of the argument that each is, or the form of a tensor of its own; TypeError if one is neither."""
+        numbers = {id(each): number for number, each in enumerate(given) if isinstance(each, torch.Tensor)}
+        storages = {each.untyped_storage()._cdata for each in tensors_in(given)}
+        for result in results:
+            form: Any = numbers.get(id(result))
+            if form is None and result is not None:
+                if type(result) is not FakeTensor:
+                    raise TypeError(f"a {type(result).__name__} is not made anew")
+                form, own = _form_of(result), result.untyped_storage()
+                alone = self._empty(*form).untyped_storage()
+                if result.storage_offset() or own._cdata in storages or own.nbytes() != alone.nbytes():
+                    raise TypeError("it shares what it lies in")
+                storages.add(own._cdata)
+            yield form
+
+    def _empty(self, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
+        with in_kernel_invocation_manager(self._mode):
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self._mode, made, _CPU)
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         """Masks of two dimensions are made of floats sometimes; what has more is for computing, not for deciding."""
@@ -93,6 +137,17 @@ class FakeRunner:
             return tensor
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _form_of(value: Any) -> Any:
+    """What the form of results follows from; TypeError where they may follow from values, or another device."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_form_of, value))
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    if value.device != _CPU or type(value) is not torch.Tensor and getattr(value, "constant", value) is not None:
+        raise TypeError(f"a {type(value).__name__} is not known by its form")
+    return value.shape, value.stride(), value.dtype
 
 
 def _have_values(inputs: list[torch.Tensor]) -> bool:
