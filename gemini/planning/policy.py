@@ -15,7 +15,7 @@ S. Khanna, SODA 1999).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import gcd
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.planning.plan import Moves, there_before
-from gemini.planning.program import solve
+from gemini.planning.program import Row, solve
 from gemini.planning.trace import Access
 
 
@@ -270,11 +270,6 @@ class Gap(NamedTuple):
     start: int
     stop: int
 
-    def is_over(self, moment: int) -> bool:
-        if self.start < self.stop:
-            return self.start <= moment < self.stop
-        return moment < self.stop or moment >= self.start
-
 
 def _gaps(found: Sequence[MomentRun], lasting: frozenset[int]) -> list[Gap]:
     by_chunk: defaultdict[int, list[MomentRun]] = defaultdict(list)
@@ -292,35 +287,26 @@ def _choose(
     gaps: Sequence[Gap], accesses: Sequence[Access], sizes: Mapping[int, int], room: int, saved: Mapping[Gap, float]
 ) -> set[Gap]:
     """The gaps to keep chunks gathered in: maximise what they save, within the room that each moment leaves."""
-    short = _short_moments(gaps, [room - sum(sizes[i] for i in access.chunks if i in sizes) for access in accesses])
-    if not short:
-        return set(gaps)
-    unit = gcd(*(sizes[gap.chunk] for gap in gaps))
-    # Limits in whole units: a tighter relaxation.
-    rows = [({column: sizes[gaps[column].chunk] // unit for column in over}, left // unit) for left, over in short]
+    if not gaps:
+        return set()
+    # In whole units: a tighter relaxation.
+    unit, changes = gcd(*(sizes[gap.chunk] for gap in gaps)), defaultdict[int, Counter[int]](Counter)
+    for column, gap in enumerate(gaps):
+        own = sizes[gap.chunk] // unit
+        changes[gap.start][column] += own
+        changes[gap.stop][column] -= own
+        if gap.stop <= gap.start:
+            changes[0][column] += own  # it leads into this step as well
+    # A number for each moment, what is kept in it: that of the moment before and what changes, so that rows are short.
+    rows = list[Row]()
+    for number, access in enumerate(accesses, len(gaps)):
+        before = {number - 1: 1.0} if number > len(gaps) else {}
+        rows.append(({**changes[number - len(gaps)], **before, number: -1.0}, 0.0))
+        rows.append(({number: 1.0}, (room - sum(sizes[i] for i in access.chunks if i in sizes)) // unit))
     most = max(saved.values())
-    costs = [-saved[gap] / most for gap in gaps]
+    costs = [-saved[gap] / most for gap in gaps] + [0.0] * len(accesses)
     chosen = solve(costs, rows, [1] * len(gaps), gap=1e-3 if len(gaps) > 100 else 0.0, nodes=200)
     return {gaps[column] for column in chosen or ()}
-
-
-def _short_moments(gaps: Sequence[Gap], free: Sequence[int]) -> list[tuple[int, frozenset[int]]]:
-    """The moments whose room can be short: what is free there, and the gaps over it. A moment that another one implies
-    (all its gaps are over that one too, which has no more room) is left out: of a forward, where gaps only begin, few.
-    """
-    rows: list[tuple[int, frozenset[int]]] = []
-    growing, before = 0, frozenset[int]()  # no gap has ended since the row of that number
-    for moment, left in enumerate(free):
-        over = frozenset(column for column, gap in enumerate(gaps) if gap.is_over(moment))
-        if before - over:
-            growing = len(rows)
-        begun, before = over - before, over
-        if not over or (rows and growing == len(rows) and not begun and rows[-1][0] <= left):
-            continue  # since then gaps have only ended
-        while len(rows) > growing and rows[-1][0] >= left:
-            rows.pop()
-        rows.append((left, over))
-    return rows
 
 
 def _moves_of(
