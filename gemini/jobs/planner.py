@@ -23,7 +23,7 @@ from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import MAIN, PlanSettings, TraceSettings, spelled
 from gemini.jobs.trace import params_of, seq_len_of, take_trace
 from gemini.planning import document
-from gemini.planning.costs import MeshSizes, Speeds
+from gemini.planning.costs import MeshSizes
 from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.parallel import block_by_block, least_seconds
 from gemini.planning.placement import Problem, fill_fastest
@@ -37,7 +37,7 @@ from gemini.planning.timeline import Timeline
 from gemini.planning.together import Together, evaluated
 from gemini.planning.trace import ALL, MemoryTrace, as_tiles, tile_tokens_for
 from gemini.planning.working import MARGIN
-from gemini.tiers import Boundary, Tier
+from gemini.tiers import Tier
 
 ROUNDED = 1.01  # more than a tier has by less than this is the number on its box: a card of 24 GiB shows 23.99
 
@@ -221,18 +221,13 @@ class Way:
         return False
 
     def least(self) -> float:
-        """Seconds (without speeds micro-batches) of computing alone, or if more of moving what is saved away."""
+        """Seconds of computing alone; without speeds micro-batches."""
         machine = self.machine
         if machine.hardware is None:
             return float(self.settings.accumulate)
         sizes, trace = MeshSizes(dp=machine.ranks), self.trace()
         micro_batches = self.settings.accumulate // trace.micro_batches
-        least = least_seconds(trace, machine.hardware, sizes, micro_batches, per_machine=machine.sharing)
-        if machine.compute is not Tier.GPU or self.settings.offload_activations != "cpu":
-            return least
-        speeds = Speeds.of(machine.hardware, machine.budgets)
-        saved = sum(moment.saved_bytes for moment in trace.moments)  # what has not left in time does not come back
-        return max(least, micro_batches * speeds.seconds(Boundary(Tier.GPU, Tier.CPU), saved))
+        return least_seconds(trace, machine.hardware, sizes, micro_batches, per_machine=machine.sharing)
 
 
 class Traces:
@@ -310,14 +305,9 @@ def choose(way: Way, status: Status) -> tuple[Way, list[Found[Way]], int]:
 
 
 def _kept(way: Way, most: int) -> dict[int, float]:
-    """The least that a way takes, by the number of kept blocks, of some up to ``most``: computing alone and what moves
-    are each a line between none and all of them.
-    """
-    if not most:
-        return {0: way.least()}
-    places = "no", way.settings.offload_activations
-    ends = [[way.changed(kept_blocks=k, offload_activations=where).least() for k in (None, most)] for where in places]
-    return {k: max(none + (every - none) * k / most for none, every in ends) for k in numbers_up_to(most)}
+    """The least that a way takes, by the number of kept blocks, of some up to ``most``: that of computing is a line."""
+    none, every = way.least(), way.changed(kept_blocks=most or None).least()
+    return {k: none + (every - none) * k / max(most, 1) for k in numbers_up_to(most)}
 
 
 def _sequences(way: Way) -> int:

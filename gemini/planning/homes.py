@@ -18,9 +18,6 @@ from gemini.planning.program import Row, solve
 from gemini.planning.traffic import Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
 from gemini.tiers import DRIVE, FILED, Tier
 
-FINE = 120
-"""Chunks up to which the planes of a state are placed apart; beyond, one chunk's states are one item."""
-
 
 class HomeChoice(NamedTuple):
     """What chunks that are alike can choose: homes, and what each costs and frees against all on the CPU tier."""
@@ -128,8 +125,7 @@ class _Choices:
                 yield make([WEIGHTS], tier, times=least, stays=True)
             rule = problem.rule
             states = [kind for kind in rule.states if kind in everything and kind not in rule.in_memory]
-            is_small = len(problem.layout.chunks) <= FINE
-            for group in (*([[kind] for kind in states] if is_small else [states]), grads):
+            for group in (*([kind] for kind in states), grads):
                 if group:
                     yield make(group, tier, times=most)
 

@@ -118,28 +118,13 @@ NEVER = 2**62
 """The next use of a chunk that is not needed again."""
 
 
-class MomentRun(NamedTuple):
-    """A stretch of consecutive moments, ``first`` to ``last``, that need a chunk."""
-
-    chunk: int
-    first: int
-    last: int
-
-
-def runs(accesses: Sequence[Access], sizes: Mapping[int, int]) -> list[MomentRun]:
-    """The runs of all chunks in ``sizes``, in order of their first moments."""
-    found: list[MomentRun] = []
-    begun: dict[int, int] = {}
-    before: frozenset[int] = frozenset()
+def _uses(accesses: Sequence[Access], sizes: Mapping[int, int]) -> dict[int, list[int]]:
+    """By chunk of ``sizes``, the moments that need it."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
     for moment, access in enumerate(accesses):
-        now = frozenset(i for i in access.chunks if i in sizes)
-        for index in before - now:
-            found.append(MomentRun(index, begun.pop(index), moment - 1))
-        for index in now - before:
-            begun[index] = moment
-        before = now
-    found += [MomentRun(index, first, len(accesses) - 1) for index, first in begun.items()]
-    return sorted(found, key=lambda run: (run.first, run.chunk))
+        for index in {*access.chunks} & sizes.keys():
+            found[index].append(moment)
+    return found
 
 
 def moves_by_policy(
@@ -154,16 +139,14 @@ def moves_by_policy(
     one moment needs more. ``sizes``: bytes of the chunks to gather; others are there anyway. ``lasting``: (frozen)
     chunks whose gathered weights outlive the step, played until it begins with what it leaves.
     """
-    starts: dict[int, list[int]] = {}
-    for run in runs(accesses, sizes):
-        starts.setdefault(run.chunk, []).append(run.first)
+    uses = _uses(accesses, sizes)
     standing: frozenset[int] = frozenset()
     for _ in range(8):
-        moves, left = _play(accesses, sizes, room, policy, starts, lasting, standing)
+        moves, left = _play(accesses, sizes, room, policy, uses, lasting, standing)
         if left & lasting == standing:
             return moves
         standing = left & lasting
-    return _play(accesses, sizes, room, policy, starts, frozenset(), frozenset())[0]
+    return _play(accesses, sizes, room, policy, uses, frozenset(), frozenset())[0]
 
 
 def _play(
@@ -171,7 +154,7 @@ def _play(
     sizes: Mapping[int, int],
     room: int,
     policy: EvictionPolicy,
-    starts: Mapping[int, list[int]],
+    uses: Mapping[int, list[int]],
     lasting: frozenset[int],
     standing: frozenset[int],
 ) -> tuple[tuple[Moves, ...], frozenset[int]]:
@@ -181,10 +164,10 @@ def _play(
     moves: list[Moves] = []
 
     def next_use(index: int, moment: int) -> int:
-        at = bisect_right(starts[index], moment)
-        if at < len(starts[index]):
-            return starts[index][at]
-        return len(accesses) + starts[index][0] if index in lasting else NEVER
+        at = bisect_right(uses[index], moment)
+        if at < len(uses[index]):
+            return uses[index][at]
+        return len(accesses) + uses[index][0] if index in lasting else NEVER
 
     for moment, access in enumerate(accesses):
         needed = [index for index in access.chunks if index in sizes]
@@ -232,13 +215,14 @@ def cheapest_moves(
     greedy = moves_by_policy(accesses, sizes=sizes, room=room, policy=NextUse(), lasting=lasting)
     if not any(moves.evict for moves in greedy):
         return greedy  # everything stays from its first use on: nothing can be saved
-    found = runs(accesses, sizes)
-    gaps = _gaps(found, lasting)
+    uses = _uses(accesses, sizes)
+    gaps = [Gap(index, a + 1, b) for index, own in uses.items() for a, b in pairwise(own) if b > a + 1]
+    gaps += [Gap(index, own[-1] + 1, own[0]) for index, own in uses.items() if index in lasting]
     saved = {
         gap: price[gap.chunk] * (1 - 1 / times if gap.stop <= gap.start and gap.chunk in renewed else 1) for gap in gaps
     }
     kept = _choose(gaps, accesses, sizes, room, saved)
-    chosen = _moves_of(found, kept, len(accesses), lasting)
+    chosen = _moves_of(uses, [gap for gap in gaps if gap not in kept], len(accesses), lasting)
 
     def total(again: Sequence[Moves]) -> float:
         begun = there_before(accesses, again, renewed)
@@ -271,18 +255,6 @@ class Gap(NamedTuple):
     stop: int
 
 
-def _gaps(found: Sequence[MomentRun], lasting: frozenset[int]) -> list[Gap]:
-    by_chunk: defaultdict[int, list[MomentRun]] = defaultdict(list)
-    for run in found:
-        by_chunk[run.chunk].append(run)
-    gaps: list[Gap] = []
-    for index, own in by_chunk.items():
-        gaps += [Gap(index, a.last + 1, b.first) for a, b in pairwise(own)]
-        if index in lasting:
-            gaps.append(Gap(index, own[-1].last + 1, own[0].first))
-    return gaps
-
-
 def _choose(
     gaps: Sequence[Gap], accesses: Sequence[Access], sizes: Mapping[int, int], room: int, saved: Mapping[Gap, float]
 ) -> set[Gap]:
@@ -310,20 +282,15 @@ def _choose(
 
 
 def _moves_of(
-    found: Sequence[MomentRun], kept: set[Gap], num_moments: int, lasting: frozenset[int]
+    uses: Mapping[int, Sequence[int]], left: Sequence[Gap], num_moments: int, lasting: frozenset[int]
 ) -> tuple[Moves, ...]:
-    evict: list[list[int]] = [[] for _ in range(num_moments)]
-    fetch: list[list[int]] = [[] for _ in range(num_moments)]
-    stays_until = {(gap.chunk, gap.stop) for gap in kept}
-    stays_from = {(gap.chunk, gap.start) for gap in kept}
-    first_run: dict[int, int] = {}
-    for run in found:
-        first_run.setdefault(run.chunk, run.first)
-        if (run.chunk, run.first) not in stays_until:
-            fetch[run.first].append(run.chunk)
-        if (run.chunk, run.last + 1) not in stays_from:
-            if run.last + 1 < num_moments:
-                evict[run.last + 1].append(run.chunk)
-            elif run.chunk in lasting and first_run[run.chunk] > 0:
-                evict[0].append(run.chunk)
-    return tuple(Moves(tuple(e), tuple(f)) for e, f in zip(evict, fetch, strict=True))
+    """The moves of chunks that are there from their first use to their last, but for the gaps that are ``left``."""
+    evict, fetch = (defaultdict[int, list[int]](list) for _ in range(2))
+    for index, own in uses.items():
+        if index not in lasting:
+            fetch[own[0]].append(index)
+            evict[own[-1] + 1].append(index)  # of the last moment the step's end does it
+    for gap in left:
+        evict[gap.start % num_moments].append(gap.chunk)
+        fetch[gap.stop].append(gap.chunk)
+    return tuple(Moves(tuple(sorted(evict[at])), tuple(sorted(fetch[at]))) for at in range(num_moments))

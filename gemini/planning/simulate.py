@@ -13,12 +13,11 @@ from collections import Counter
 from dataclasses import replace
 
 from gemini.errors import PlanMismatch, human_bytes
-from gemini.planning.bounds import least_of
 from gemini.planning.costs import Costs, Efficiency, Grid, MeshSizes
 from gemini.planning.fluid import TaskTimes
 from gemini.planning.hardware import Hardware
 from gemini.planning.plan import SCHEDULES, Plan
-from gemini.planning.schedules import COMPUTING, LAUNCHING, STEPS, Change, Graph, Work, overlapped, serial
+from gemini.planning.schedules import COMPUTING, LAUNCHING, STEPS, Change, Graph, Work, least_of, overlapped, serial
 from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.planning.traffic import Traffic, by_name
 from gemini.tiers import Tier

@@ -14,7 +14,6 @@ from gemini.planning.policy import (
     cheapest_moves,
     first_of,
     moves_by_policy,
-    runs,
 )
 from tests.planning.policies import DoneThenLeastRecent, FirstInFirstOut, StaticFraction
 
@@ -113,9 +112,10 @@ def test_micro_batches_keep_what_the_next_one_reads_first() -> None:
     assert less > 75
 
 
-def test_runs_are_stretches_of_moments() -> None:
-    accesses = sequence((0,), (0, 1), (1,), (0,))
-    assert runs(accesses, {0: 1, 1: 1}) == [(0, 0, 1), (1, 1, 2), (0, 3, 3)]
+def test_a_stretch_of_moments_is_gathered_for_once() -> None:
+    accesses = sequence((0,), (0, 1), (1,), (1, 2), (0,))
+    moves = cheapest_moves(accesses, sizes={0: 10, 1: 10, 2: 10}, room=20)
+    assert moves == (((), (0,)), ((), (1,)), ((0,), ()), ((), (2,)), ((1, 2), (0,)))
 
 
 def test_a_static_fraction_stays_until_nothing_else_will_do() -> None:
