@@ -1,6 +1,7 @@
 """A trace made ahead of time is the one that a real step records: same moments, same params, same bytes."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
-from gemini.tracing import meter
+from gemini.tracing import ahead, meter
 from gemini.tracing.ahead import fake_copy
 from tests.models import FAMILIES, VOCAB, make_model
 
@@ -62,6 +63,53 @@ def test_it_equals_the_recorded_one(family: str, checkpointing: Any) -> None:
         assert set(moment.gradients) <= set(moment.params)
     recomputed = [m for m in ahead.moments if m.phase is Phase.RECOMPUTE]
     assert bool(recomputed) == bool(checkpointing)
+
+
+class InPlace(nn.Module):
+    """Operations that write into their arguments, change their form, give several results, or one of them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = (x @ self.weight).mul_(2.0).clamp_(min=0.0)
+            most, at = x.max(dim=-1, keepdim=True)
+            low, high = torch.ops.aten.unsafe_chunk(x, 2, dim=-1)
+            large = torch.empty_like(x.detach()).resize_(64, 64)
+            values, order = torch.sort(torch.cat((high, low), dim=-1) + most, dim=-1)
+            x = values.index_add_(0, order[:, 0].clamp(max=1), values.detach()) + large.sum() + at
+        return x.sum()
+
+
+FORMS: dict[str, tuple[Any, dict[str, torch.Tensor], dict[str, Any]]] = {
+    **{family: (partial(make_model, family), batch(), {}) for family in ("llama", "gpt2", "mixtral", "t5")},
+    "tiles": (partial(make_model, "llama"), batch(), {"tile_tokens": "head=4,mlp=8"}),
+    "checkpointed": (partial(make_model, "llama"), batch(), {"checkpointing": True}),
+    "in place": (InPlace, {"x": torch.ones(4, 8)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_made_of_tensors_of_known_forms_is_not_asked_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second trace asks torch for few operations, and both are the one in which it is asked for all."""
+    make, inputs, how = FORMS[name]
+    model, asked, ask = make(), list[Any](), FakeTensorMode.dispatch
+
+    def counted(self: Any, func: Any, *rest: Any, **more: Any) -> Any:
+        asked.append(func)
+        return ask(self, func, *rest, **more)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
+    monkeypatch.setattr(ahead, "_KNOWN", {})
+    numbers, traces = list[int](), list[MemoryTrace]()
+    for _ in range(2):
+        asked.clear()
+        traces.append(gemini.trace(model, inputs, **how))
+        numbers.append(len(asked))
+    monkeypatch.setattr(ahead.FakeRunner, "_fake", lambda self, func, args, kwargs: func(*args, **kwargs))
+    assert numbers[1] < numbers[0] and traces == [gemini.trace(model, inputs, **how)] * 2
 
 
 def test_a_config_gives_the_trace_of_its_model() -> None:
