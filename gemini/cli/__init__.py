@@ -85,10 +85,8 @@ def _run(name: str, words: list[str]) -> int:
     if name in ("", "-h", "--help"):
         print("Usage: gemini COMMAND [OPTIONS]\n")
         print("Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe.\n")
-        print(
-            *(f"  {known:<14}{about.partition('. ')[0].rstrip('.')}" for known, about in COMMANDS.items()),
-            sep="\n",
-        )
+        for known, about in COMMANDS.items():
+            print(f"  {known:<14}{about.partition('. ')[0].rstrip('.')}")
         print("\n`gemini COMMAND --help` lists its options; `gemini --version` says the version.")
         return 0 if name else REFUSED
     if name not in COMMANDS:

@@ -253,13 +253,9 @@ def _adopted(kind: type[Optimizer], hypers: Hypers) -> AdoptedRule:
     wanted = trained(kind, given)
     anatomy, numel = anatomy_of(wanted, given), SHAPE[0] * SHAPE[1]
     if anatomy.factors:  # then of a param of one dimension something else is kept
-        vector = trained(kind, given, SHAPES[1])[-1]
-        more = vector.state.keys() - anatomy.keeps(SHAPES[1])
-        vectors = tuple(
-            FactorSpec(name, "vector")
-            for name, value in vector.state.items()
-            if name in more and isinstance(value, Tensor) and value.shape == vector.value.shape
-        )
+        vector, known = trained(kind, given, SHAPES[1])[-1], anatomy.keeps(SHAPES[1])
+        alike = (n for n, v in vector.state.items() if isinstance(v, Tensor) and v.shape == vector.value.shape)
+        vectors = (FactorSpec(name, "vector") for name in alike if name not in known)
         anatomy = anatomy._replace(factors=(*anatomy.factors, *vectors))
     for needs, pieces in (("place", (slice(0, ALIGN), slice(ALIGN, numel))), ("param", (slice(0, numel),))):
         if anatomy.factors and needs != "param":

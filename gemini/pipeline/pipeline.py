@@ -41,7 +41,12 @@ from gemini.train.slices.experts import experts_of
 from gemini.train.slices.slicing import sliced_in, slices_of
 from gemini.train.wrap import Fill
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
+SCHEDULES = {
+    "1f1b": "Schedule1F1B",
+    "gpipe": "ScheduleGPipe",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "bfs": "ScheduleLoopedBFS",
+}
 _ONE_STAGE = ("1f1b", "gpipe")
 
 
@@ -259,8 +264,7 @@ class Pipeline:
     def _runner_for(self, part: Mapping[str, Any]) -> Any:
         from torch.distributed import pipelining
 
-        ids = next(value for value in part.values() if isinstance(value, torch.Tensor) and value.dim() > 1)
-        shape = (*ids.shape[:2], self._width)
+        shape = (*_tokens_of(part).shape[:2], self._width)
         if self._runner is not None and self._runner[0] == shape:
             return self._runner[1]
         assert self._mesh is not None
@@ -290,13 +294,7 @@ class Pipeline:
             )
             for number, stage in zip(self._numbers, self._numbered, strict=True)
         ]
-        kinds: dict[str, Any] = {
-            "1f1b": pipelining.Schedule1F1B,
-            "gpipe": pipelining.ScheduleGPipe,
-            "interleaved": pipelining.ScheduleInterleaved1F1B,
-            "bfs": pipelining.ScheduleLoopedBFS,
-        }
-        runner = kinds[self._schedule](
+        runner = getattr(pipelining, SCHEDULES[self._schedule])(
             made[0] if self._schedule in _ONE_STAGE else made,
             self._micro_batches,
             loss_fn=lambda loss, _: loss / self._micro_batches,
@@ -304,6 +302,15 @@ class Pipeline:
         )
         self._runner = shape, runner
         return runner
+
+
+def _tokens_of(part: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor with samples and tokens first, as hidden states have them; a mask of four dimensions has not."""
+    found = (part.get(name) for name in ("input_ids", "inputs_embeds", *part))
+    tokens = next((value for value in found if isinstance(value, torch.Tensor) and value.dim() in (2, 3)), None)
+    if tokens is None:
+        raise ValueError(f"Pipeline over ranks passes on sequences of tokens (input_ids), and got {', '.join(part)}")
+    return tokens
 
 
 def _of_first(ranges: list[tuple[int, int]], mesh: DeviceMesh | None) -> list[tuple[int, int]]:

@@ -420,10 +420,8 @@ def check_fits(problem: Problem, placement: Placement) -> None:
     ]
     what = f"{problem.layout.payload:,} params, {problem.precision}, gradients={problem.gradients!r}"
     each, change = f" for each of {problem.sharing} ranks", _cheapest_change(problem, missing)
-    raise BudgetExceeded(
-        f"the model ({what}) does not fit: {'; '.join(lines)}{each if problem.sharing > 1 else ''}. Cheapest change: "
-        f"{change}"
-    )
+    gaps = "; ".join(lines) + (each if problem.sharing > 1 else "")
+    raise BudgetExceeded(f"the model ({what}) does not fit: {gaps}. Cheapest change: {change}")
 
 
 def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:

@@ -161,7 +161,6 @@ _KNOWN: dict[str, tuple[str | None, ...]] = {
 }
 _COUNTS = ("accumulate", "ranks", "local_ranks", "max_chunk")
 
-
 Chosen = TypeVar("Chosen")
 
 

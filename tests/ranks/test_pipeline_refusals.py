@@ -224,6 +224,23 @@ def test_a_batch_that_one_stage_cannot_take_is_refused_by_all(how: str, pool_of:
         assert first[1] == second[1] and first[1].startswith(words)
 
 
+def mask_first(folder: str) -> list[float]:
+    pipe = gemini.Pipeline(deep(), config_for("ram", folder), mesh=mesh_of({"pp": 2}), micro_batches=4, schedule="1f1b")
+    ids = ids_of(0, 0, 16)
+    ahead = torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()
+    mask = torch.zeros(16, 1, *ahead.shape).masked_fill(ahead, float("-inf")).to(next(pipe.parameters()).dtype)
+    losses = [pipe.step(**first, input_ids=ids, labels=ids).item() for first in ({"attention_mask": mask}, {})]
+    with pytest.raises(ValueError, match="passes on sequences of tokens .input_ids., and got pixel_values"):
+        pipe.step(pixel_values=torch.zeros(16, 3, 8, 8))
+    return losses
+
+
+def test_hidden_states_are_as_long_as_the_tokens_whatever_stands_first(pool_of: Pools, tmp_path: Any) -> None:
+    """A mask of four dimensions before them made messages of another size: gloo ended the process."""
+    for with_mask, without in pool_of(2).run(mask_first, str(tmp_path)):
+        assert with_mask == without
+
+
 def another_first(folder: str) -> None:
     pipe = gemini.Pipeline(deep(), config_for("ram", folder), mesh=mesh_of({"pp": 2}), micro_batches=4, schedule="1f1b")
     ids = ids_of(0, dist.get_rank())
