@@ -43,6 +43,8 @@ def test_tensors_of_two_devices(fake: Any) -> None:
             with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
                 on_card + other
     assert (on_card + torch.tensor(1)).sum().item() == 6, "a number of the host may go along"
+    # When torch gives memory of a device's first stream back, it waits for that of the current device.
+    torch.cuda.synchronize("cuda:1")
 
 
 def test_the_host_cannot_read_device_memory() -> None:

@@ -54,9 +54,8 @@ def test_the_bits_of_two_ranks_without_a_gpu(where: str, tight: bool, ranks: Gro
         assert all(stream not in other for name, other in told["streams"].items() if name != "gemini-collectives")
 
 
-@pytest.mark.parametrize("kind", ["ulysses", "gathered"])
-def test_parts_of_sequences(kind: str, ranks: Group) -> None:
-    for rank, told in enumerate(ranks.order("context", kind=kind)):
+def test_parts_of_sequences(ranks: Group) -> None:
+    for rank, told in enumerate(ranks.order("context")):
         loss, grads = told["numbers"]
         assert loss <= 1e-6 and grads <= 1e-5 and not told["races"]
         assert "all_to_all" in {name for name, _, _ in told["met"]}

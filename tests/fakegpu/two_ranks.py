@@ -101,14 +101,10 @@ def train_without_waits(where: str) -> list[str]:
     return computing.races()
 
 
-def context(kind: str) -> dict[str, Any]:
-    """A step on parts of sequences, on this GPU; how far it is off one process on the CPU.
-
-    The lower right mask of torch's own attention is a subclass of Tensor, which torch cannot make under the mode that
-    computes here (2.13); eager attention takes another one.
-    """
+def context() -> dict[str, Any]:
+    """A step on parts of sequences, on this GPU; how far it is off one process on the CPU."""
     met.clear()
-    case = context_cases.Case(kind=kind, device="cuda", attention="eager" if kind == "gathered" else "sdpa")
+    case = context_cases.Case(device="cuda")
     result = context_cases.step(case)
     loss, grads = context_cases.differences(
         context_cases.Result(result.loss, {name: grad.cpu() for name, grad in result.grads.items()}),

@@ -3,6 +3,7 @@ same bits in the same model.
 """
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,25 @@ class FailingCopies:
         device = world_of(model).device
         self.count, self.chosen = 0, 0
         self.fired: str | None = None  # the stream of the one that failed
-        self._lock, self._copy = threading.Lock(), device.copy
+        self._lock, self._copy, self._copy_all = threading.Lock(), device.copy, device.copy_all
         monkeypatch.setattr(device, "copy", self.copy)
+        monkeypatch.setattr(device, "copy_all", self.copy_all)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, stream: str, *args: Any, **kwargs: Any) -> Any:
+        self._count(stream)
+        return self._copy(into, source, stream, *args, **kwargs)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str) -> Any:
+        self._count(stream)
+        return self._copy_all(pairs, stream)
+
+    def _count(self, stream: str) -> None:
         with self._lock:
             self.count += 1
             fails = self.count == self.chosen
         if fails:
             self.fired = stream
             raise Broken("an illegal address, say")
-        return self._copy(into, source, stream, *args, **kwargs)
 
 
 def one_step(model: Any, optimizer: Any, seed: int) -> None:
