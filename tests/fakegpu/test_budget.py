@@ -102,6 +102,8 @@ def test_who_else_holds_memory_is_said(card: torch.device, tmp_path: Path) -> No
 
 
 def test_the_allocator_is_limited_while_the_model_lives(card: torch.device, tmp_path: Path) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # what earlier tests had is handed out again without asking
     model = wrap(gpu_cases.budget("64MiB"), tmp_path)
     with pytest.raises(torch.OutOfMemoryError, match="allowed"):
         torch.empty(400 * MIB, dtype=torch.uint8, device=card)
