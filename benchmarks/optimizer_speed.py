@@ -55,7 +55,7 @@ def methods() -> dict[str, Method]:
         return lambda: {"optimizer": rule(), **more}
 
     def lomo(params: Any, lr: float) -> Any:
-        return optim.LOMO(params, lr=lr, step_in_backward=True)
+        return optim.LOMO(params, lr=lr)
 
     found = {
         "AdamW": Method(3e-4, lambda p, lr: gemini.HybridAdam(p, lr=lr)),

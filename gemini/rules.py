@@ -33,14 +33,6 @@ _SLAB = 2**20
 """Elements that are joined, updated and split at once: bounds what the torch lines take beside planes and budgets."""
 
 
-def exact_sqrt(x: Tensor) -> Tensor:
-    """The correctly rounded fp32 square root."""
-    # Torch's own on CPU may be an ulp off, in fp32 (17 % of all numbers with torch 2.13 and MKL) and in fp64. From fp64
-    # with an error under one ulp the second rounding is right: no root of an fp32 number is closer than 2^-51
-    # (relative) to the middle between two fp32 numbers.
-    return x.double().sqrt_().float()
-
-
 def number_of(value: Any, what: str) -> float:
     """A real number, also as a tensor of one element; ``what`` names it. Raises TypeError for anything else."""
     if isinstance(value, Tensor):
@@ -267,7 +259,10 @@ class AdamRule(ElementwiseRule):
             g = g + master * s.wd
         m.add_((g - m) * s.c1)
         v.mul_(s.beta2).add_((g * s.c2) * g)
-        d = exact_sqrt(v) * s.inv_sqrt_bc2 + s.eps
+        # Torch's own root on CPU may be an ulp off, in fp32 (17 % of all numbers with torch 2.13 and MKL) and in fp64.
+        # From fp64 with an error under one ulp the second rounding is right: no root of an fp32 number is closer than
+        # 2^-51 (relative) to the middle between two fp32 numbers.
+        d = v.double().sqrt_().float() * s.inv_sqrt_bc2 + s.eps
         if s.kernel == "adamw":
             master.mul_(s.decay)
         master.add_((m * s.neg_step) / d)

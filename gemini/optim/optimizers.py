@@ -42,22 +42,22 @@ class RuleOptimizer(HybridOptimizer):
             for name, text in words.items()
         )
         cls.__doc__ = f"{inspect.cleandoc(summary)}\n\nArgs:\n{arguments}\n"
-        cls.__init__, cls._rule = _init_with(shown), rule  # type: ignore[method-assign]
+        cls.__init__, cls._rule = _init_with(shown, cls.__name__ == "LOMO"), rule  # type: ignore[method-assign]
 
     def _rule_for(self, hypers: Mapping[str, Any]) -> UpdateRule:
         """The rule for these hyperparameters."""
         return self._rule
 
 
-def _init_with(hypers: Mapping[str, Hyper]) -> Any:
-    """A constructor whose signature has the hyperparameters."""
+def _init_with(hypers: Mapping[str, Hyper], in_backward: bool) -> Any:
+    """A constructor whose signature has the hyperparameters; updates are inside backward by default, or not."""
     kinds = inspect.Parameter
     signature = inspect.Signature(
         [
             kinds("self", kinds.POSITIONAL_OR_KEYWORD),
             kinds("params", kinds.POSITIONAL_OR_KEYWORD, annotation=Any),
             *(kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=hyper.default) for name, hyper in hypers.items()),
-            kinds("step_in_backward", kinds.KEYWORD_ONLY, default=False, annotation=bool),
+            kinds("step_in_backward", kinds.KEYWORD_ONLY, default=in_backward, annotation=bool),
         ]
     )
 

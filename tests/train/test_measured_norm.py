@@ -30,7 +30,11 @@ RULES: dict[str, tuple[Any, Make]] = {
     "adam": (None, lambda model, used: adam(model, step_in_backward=used)),
     "lomo": (
         PlainSGDRule(),
-        lambda model, used: gemini.optim.LOMO(model.parameters(), lr=0.1, step_in_backward=used),
+        lambda model, used: (
+            gemini.optim.LOMO(model.parameters(), lr=0.1)
+            if used
+            else gemini.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)
+        ),
     ),
     "lion": (LionRule(), lambda model, used: Lion(model.parameters(), lr=1e-3, step_in_backward=used)),
     "adalomo": (AdaLomoRule(), lambda model, used: AdaLomo(model.parameters(), lr=1e-2, step_in_backward=used)),

@@ -3,6 +3,7 @@ and loading (each kind in each order: ``test_programs.py``); what cannot be kept
 and nothing has changed.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import gemini
 from gemini.train.params.by_name import ByName
 from tests.train.helpers import adam, assert_same_snapshot, noise, same_bits, snapshot, step_on, train, trainable, wrap
+from tests.train.test_checkpoint_values import rewrite
 
 
 class Scaled(nn.Module):
@@ -136,3 +138,29 @@ def test_what_a_model_does_not_take_changes_nothing(where: str, tmp_path: Path) 
         gemini.PlanMismatch, match=r"(?s)'0\._extra_state' \(saved plain values, here None\).*Unexpected"
     ):
         gemini.load_checkpoint(tmp_path / "c", other, its)
+
+
+def test_checkpoints_from_before_still_load(tmp_path: Path) -> None:
+    """They have buffers by their first names, and nothing of modules: that is said."""
+    model, optimizer = trainable(
+        nn.Sequential(shared := nn.BatchNorm1d(4), Picky(), shared), "ram", tmp_path, precision="fp32"
+    )
+    model(noise(3, 4, dtype=torch.float32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1].word = "kept"
+    gemini.save_checkpoint(tmp_path / "c", model, optimizer)
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert manifest["version"] == 4 and manifest["buffers"]["1._extra_state"] == "kept"
+    numbers = [manifest["buffers"].pop(name) for name in list(manifest["buffers"]) if name.startswith("2.")]
+    assert len(numbers) == 3
+    del manifest["buffers"]["1._extra_state"]
+    manifest["version"] = 3
+    manifest["extra"] = numbers  # else nothing would refer to these tensors
+    rewrite(tmp_path / "c", manifest)
+    again = wrap(nn.Sequential(shared := nn.BatchNorm1d(4), Picky(), shared), "ram", tmp_path, precision="fp32")
+    with pytest.warns(UserWarning, match=r"'1\._extra_state' of model\.state_dict\(\) are not in it"):
+        gemini.load_checkpoint(tmp_path / "c", again, adam(again))
+    state = again.state_dict()
+    assert state.pop("1._extra_state") == "first" and model.state_dict().keys() - state.keys() == {"1._extra_state"}
+    assert all(same_bits(value, model.state_dict()[name]) for name, value in state.items())

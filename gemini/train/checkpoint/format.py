@@ -34,6 +34,7 @@ from gemini.replacing import check_renamable, sync
 from gemini.train.params.handle import ParamHandle
 
 FORMAT, VERSION = "gemini-checkpoint", 4
+READABLE = (2, 3, VERSION)  # before 3 there are no slices, and before 4 of the model's state only buffers
 MANIFEST = "manifest.json"
 VALUES = "values.safetensors"
 """The file of tensors that are not masters or states: buffers, RNGs, what modules, scheduler and ``extra`` hold."""
@@ -98,6 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     piece: int  # elements of a checksum
     params: dict[str, SavedParam]
     files: dict[str, SavedFile]
+    loss_scale: Any = None  # of versions that scaled backwards without a ``GradScaler``
     scheduler_kind: str | None = None  # the name of its class; None without one, and in checkpoints that do not say it
     scheduler: Any
     groups: Any
@@ -290,9 +292,9 @@ def read_manifest(path: Path) -> Manifest:
         raise StorageError(f"{path}/{MANIFEST} cannot be read: {e}") from e
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise StorageError(f"{path}/{MANIFEST} is not that of a Gemini checkpoint")
-    if data.get("version") != VERSION:
+    if data.get("version") not in READABLE:
         raise StorageError(
-            f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads version {VERSION}: "
+            f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads 2 to {VERSION}: "
             "load it with the Gemini that wrote it, and carry the weights over with model.save_pretrained"
         )
     # It is over everything else in the manifest.

@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import nn
 
-from gemini.errors import PlanMismatch, RankMismatch
+from gemini.errors import PlanMismatch, RankMismatch, warn
 from gemini.interrupts import WHOLE
 from gemini.planning.planes import RuleSpec
 from gemini.ranks.agree import Handshake
@@ -197,6 +197,12 @@ class Rest:
         here, self._model_state = self._beside_params(), decode(manifest.buffers, values)
         if params.of_stages:  # of all stages: those that are here too
             self._model_state = {name: value for name, value in self._model_state.items() if name in here}
+        if manifest.version < 4:  # which have buffers alone, each by its first name
+            first = {id(here[name]): value for name, value in self._model_state.items() if name in here}
+            if unsaid := sorted(repr(name) for name, value in here.items() if id(value) not in first):
+                warn(f"{path} is of an older Gemini: {', '.join(unsaid)} of model.state_dict() are not in it, and stay")
+            others = {name: first.get(id(value), value) for name, value in here.items()}
+            self._model_state = others | self._model_state
         self._rng, self.extra = decode(manifest.rng, values), decode(manifest.extra, values)
         # More ranks than wrote it: the others keep their own generators.
         self._rng = self._rng[engine.ranks.everyone.rank :][:1]
