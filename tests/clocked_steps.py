@@ -19,13 +19,16 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gemini
+from gemini.pipeline.stages import Elsewhere, Passing
 from gemini.planning import schedules, working
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
+from gemini.planning.parallel import block_by_block
 from gemini.planning.trace import AttentionWork, MemoryTrace, Moment, Phase
 from gemini.planning.working import TILE
 from gemini.tiers import Tier
@@ -55,16 +58,19 @@ class Case(NamedTuple):
     layers: int = 32
     kept: int = 0
     """Blocks that are not computed again."""
+    by_block: bool = False
+    """By ``gemini.train_step``, with Liger's kernels, of which the plan knows."""
 
     def __str__(self) -> str:
-        more = [*self.how, *(["activations on the host"] if self.offload else [])]
+        more = [*(["block by block"] if self.by_block else []), *self.how]
+        more += ["activations on the host"] if self.offload else []
         more += ["weights on the GPU"] if self.resident else []
         more += [f"{self.kept} blocks kept"] if self.kept else []
         return f"{self.card}, {self.batches} x {self.tokens:,}, {', '.join(more) or 'clipped'}"
 
     @property
     def gradients(self) -> Any:
-        return "retain" if self.batches == 1 else "accumulate"
+        return "retain" if self.batches == 1 or self.by_block else "accumulate"
 
 
 class Told(NamedTuple):
@@ -108,7 +114,9 @@ CASES = (
     Case("rtx4090", RTX4090, 8192, offload="cpu", kept=8),
     Case("rtx5090", RTX5090, 8192, offload="cpu", kept=16),
     Case("h100", H100, 16384, batches=4),
+    Case("rtx4090", RTX4090, 8192, batches=8, offload="cpu", by_block=True),
 )
+"""The last is what ``gemini plan --fastest`` chooses for 65,536 tokens, with host memory for all states."""
 
 
 def _config(side: int, layers: int) -> LlamaConfig:
@@ -120,12 +128,12 @@ def _config(side: int, layers: int) -> LlamaConfig:
 
 
 @cache
-def _trace(side: int, layers: int, tokens: int, kept: int) -> MemoryTrace:
+def _trace(side: int, layers: int, tokens: int, kept: int, kernels: str | None) -> MemoryTrace:
     length = min(tokens, SEQUENCE) // side
     ids = torch.empty(tokens // SEQUENCE or 1, length, dtype=torch.int64, device="meta")
     return gemini.trace(
         _config(side, layers), {"input_ids": ids, "labels": ids}, target="cuda" if side == 1 else "cpu",
-        checkpointing="non-reentrant", kept_blocks=kept,
+        checkpointing="non-reentrant", kept_blocks=kept, kernels=kernels,
     )  # fmt: skip
 
 
@@ -137,7 +145,8 @@ FLOPS = 1e12
 
 def _timed_trace(case: Case) -> MemoryTrace:
     """The small step, whose moments take as long as those of the large one."""
-    large, small = (_trace(side, case.layers, case.tokens, case.kept) for side in (1, SIDE))
+    kernels = "liger" if case.by_block else None
+    large, small = (_trace(side, case.layers, case.tokens, case.kept, kernels) for side in (1, SIDE))
     costs = Costs(load_hardware(case.card), Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
     assert [(m.phase, m.module) for m in large.moments] == [(m.phase, m.module) for m in small.moments]
 
@@ -148,7 +157,8 @@ def _timed_trace(case: Case) -> MemoryTrace:
             num_ops=like.num_ops,
         )  # fmt: skip
 
-    return replace(small, moments=tuple(map(timed, small.moments, large.moments)))
+    # Nothing real is computed here, with these kernels or without.
+    return replace(small, kernels=None, moments=tuple(map(timed, small.moments, large.moments)))
 
 
 def _hardware(case: Case) -> Hardware:
@@ -201,8 +211,13 @@ def _charge(model: nn.Module, trace: MemoryTrace, clock: VirtualClock, hardware:
 
     def charge(path: str) -> Callable[..., Any]:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
+            first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
+            if first is None or first.is_meta or isinstance(module, Passing):
+                return None  # another stage computes it
+            if not path and "loss" not in output:
+                return None
             give(Phase.RECOMPUTE if _in_backward() else Phase.FORWARD, path)
-            if (Phase.BACKWARD, path) not in work or not torch.is_grad_enabled():
+            if (Phase.BACKWARD, path) not in work or not torch.is_grad_enabled() or isinstance(first, Elsewhere):
                 return None
 
             def charged(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,6 +231,7 @@ def _charge(model: nn.Module, trace: MemoryTrace, clock: VirtualClock, hardware:
             output[key] = charged(output[key])
             return output
 
+        after.__name__ = "output_capturing_hook"  # which may be there block by block
         return after
 
     for path, module in model.named_modules():
@@ -231,8 +247,9 @@ def clocked(case: Case, folder: Path, *, num_steps: int = 3) -> Told:
     placement = gemini.StaticPlacement(weights_on_gpu=case.resident)
     budgets = {Tier.GPU: (case.gpu - BESIDE) // SCALE, Tier.CPU: 2**30}
     plan = gemini.plan(
-        trace, hardware, budgets, gradients=case.gradients, placement=placement, offload_activations=case.offload,
-        accumulate=case.batches, max_chunk=DEFAULT_MAX_CHUNK // SCALE,
+        block_by_block(trace, case.batches) if case.by_block else trace, hardware, budgets, gradients=case.gradients,
+        placement=placement, offload_activations=case.offload, accumulate=1 if case.by_block else case.batches,
+        max_chunk=DEFAULT_MAX_CHUNK // SCALE,
     )  # fmt: skip
     timeline = gemini.simulate(plan, hardware, clipping=not case.how)
     figures = {key: figure.value for key, figure in hardware.figures.items()}
@@ -259,7 +276,10 @@ def clocked(case: Case, folder: Path, *, num_steps: int = 3) -> Told:
         ids = torch.randint(0, 128256 // SIDE, tuple(trace.batch["input_ids"]))
         for _ in range(num_steps):
             begin, starved, backwards = clock.now, clock.starved, []
-            for number in range(case.batches):
+            if case.by_block:
+                gemini.train_step(model, [{"input_ids": ids, "labels": ids}] * case.batches)
+                backwards.append((begin, clock.now))
+            for number in range(0 if case.by_block else case.batches):
                 with model.no_sync() if number + 1 < case.batches else contextlib.nullcontext():
                     loss = model(input_ids=ids, labels=ids).loss
                     since = clock.now
