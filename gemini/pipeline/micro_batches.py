@@ -226,14 +226,14 @@ def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss
         if isinstance(course := seen.courses[kind], str):
             return _warned(model, course)
         courses.append(course)
+    ways = [[getattr(course, name, None) for name in OF_STAGES] for course in (seen.course, *courses)]
+    if any(way != ways[1] for way in ways[2:]):
+        return _warned(model, "its micro-batches go different ways through it")
     # Each stage calls the whole model in Python for each micro-batch. A plan knows stages of one block.
     wanted = 1 if _sums_fit(model) else len(courses[0].blocks)
-    if len(seen.stages or ()) != wanted:
+    if seen.stages is None or len(seen.stages) != wanted or ways[0] != ways[1]:
         seen.course, number = courses[0], len(courses[0].blocks) // wanted
         seen.stages = [Stage(model, courses[0], at, at + number) for at in range(0, number * wanted, number)]
-    assert seen.stages is not None
-    if any(getattr(seen.course, name) != getattr(course, name) for course in courses for name in OF_STAGES):
-        return _warned(model, "its micro-batches go different ways through it")
     return seen.stages
 
 

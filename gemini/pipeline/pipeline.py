@@ -25,6 +25,7 @@ from gemini.pipeline.course import course_of
 from gemini.pipeline.micro_batches import breadth_first
 from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
 from gemini.planning.parallel import balanced
+from gemini.planning.plan import Plan
 from gemini.ranks.agree import Attempt
 from gemini.ranks.group import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire, collectives_of, guarded
@@ -65,7 +66,8 @@ class Pipeline:
             rank keeps its own stages and drops the rest. Its forward must take ``labels`` and return the mean loss of a
             micro-batch, as ``.loss`` or alone. With :meth:`from_pretrained` no rank ever holds more than its own
             stages.
-        config: the settings of :class:`gemini.GeminiDDP`. With several ranks its ``trace`` is not used.
+        config: the settings of :class:`gemini.GeminiDDP`. With several ranks its ``trace`` is not used, and
+            ``gradients="retain"`` is "accumulate".
         mesh: a ``DeviceMesh`` with a dimension named ``pp``, and any others. None for one process.
         micro_batches: the number of equal parts into which each batch is divided.
         schedule: "1f1b" or "gpipe" with one stage per rank; "interleaved" or "bfs" (breadth first) with several. In one
@@ -99,10 +101,8 @@ class Pipeline:
         example: Mapping[str, Any] | None = None,
         no_sync: bool = False,
     ):
-        fill: Fill | None = None
-        if isinstance(model, Skeleton):
-            fill = model.fill
-            model = cast(nn.Module, model.model)
+        fill: Fill | None = model.fill if isinstance(model, Skeleton) else None
+        model = cast(nn.Module, model.model) if isinstance(model, Skeleton) else model
         config = config_of(config).resolved()
         if config.gradients == "retain":
             config = replace(config, gradients="accumulate")
@@ -330,6 +330,8 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
         )
     if type(micro_batches) is not int or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r}: a number of parts, 1 or more")
+    if isinstance(config.placement, Plan) and config.placement.problem.gradients == "retain":
+        raise ValueError("a Pipeline adds up gradients of micro-batches: make the plan with gradients='accumulate'")
     if stages is not None and (type(stages) is not int or stages < 1):
         raise ValueError(f"stages={stages!r}: a number of stages on each rank, 1 or more")
     if size == 1 and schedule != "bfs":

@@ -126,7 +126,10 @@ def test_a_large_spread_is_said_and_a_small_one_is_not() -> None:
 
 def test_the_figures_of_a_gpu_with_the_cpu_in_its_place() -> None:
     """The code of the GPU's figures runs; their values are the CPU's, and no GPU is counted."""
-    figures = dict(measure_gpu(torch.device("cpu"), TINY))
+    figures = {}
+    for key, figure in measure_gpu(torch.device("cpu"), TINY):
+        figures[key] = figure
+        assert not torch.backends.cuda.matmul.allow_fp16_accumulation, "it is on while it is measured alone"
     products = {f"gpu_flops_{kind}" for kind in ("bf16", "fp32", "fp16_accumulation")}
     link = {"h2d", "d2h", "link_mixed", "copy_seconds"}
     assert set(figures) == {*products, *link, "gpu_bandwidth", "update_gpu", "gpu_op_seconds"}
@@ -135,9 +138,8 @@ def test_the_figures_of_a_gpu_with_the_cpu_in_its_place() -> None:
 
 def test_a_gpu_that_is_not_the_current_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited, device = list[Any](), torch.device("cuda", 1)
-    card = SimpleNamespace(total_memory=2**30, multi_processor_count=1)
+    card = SimpleNamespace(name="a card", total_memory=2**30, multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(measuring, "_product", lambda *_: lambda: None)

@@ -16,6 +16,7 @@ import gemini
 from gemini.errors import RankMismatch
 from gemini.optim import MuonRule
 from gemini.planning.parallel import balanced
+from gemini.tiers import Tier
 from tests.ranks.parallel_cases import LR, config_for, mesh_of, step_refused
 from tests.ranks.pipeline_cases import Stack, deep, half, ids_of
 from tests.ranks.pool import Failure, Pools, failures
@@ -118,6 +119,16 @@ def test_what_cannot_be_a_pipeline_is_refused(how: dict[str, Any], says: str, tm
         ids = ids_of(0, 0, rows)
         gemini.Pipeline(model, config, **how).step(input_ids=ids, labels=ids)
     assert all(param.numel() for param in model.parameters())
+
+
+def test_a_plan_that_retains_gradients_is_no_pipeline_s(tmp_path: Any) -> None:
+    """Which adds them up, though the config says what the plan does."""
+    plan = gemini.plan(
+        gemini.trace(deep(), {"input_ids": ids_of(0, 0, 4), "labels": ids_of(0, 0, 4)}), None, {Tier.CPU: 2**30}
+    )
+    config = gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="1GiB"), device="cpu", placement=plan)
+    with pytest.raises(ValueError, match="make the plan with gradients='accumulate'"):
+        gemini.Pipeline(deep(), config, micro_batches=4, schedule="bfs")
 
 
 def refused(how: str, folder: str) -> None:

@@ -593,6 +593,14 @@ def test_another_way_than_that_of_the_first_micro_batch(
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+def test_steps_of_another_kind_than_the_first_one_are_made_block_by_block_too(tmp_path: Any) -> None:
+    """Each by stages of its own: with labels another layer comes before the blocks."""
+    said, ends = compared(
+        str(tmp_path), Chain, lambda step: labelled(step) if step % 2 else inputs(step), lambda model: squares
+    )
+    assert not said and all(torch.equal(found, plain) for found, plain in zip(*ends, strict=True))
+
+
 def test_a_step_that_strays_behind_its_first_gradients_is_refused_and_can_be_made_again(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model: Any = gemini.GeminiDDP(Chain(), config_for("disk", str(tmp_path), precision="fp32", gradients="accumulate"))
