@@ -169,7 +169,7 @@ def _contention(product: Callable[[], object], update: Callable[[], None], num_t
     def rate(work: Callable[[], object], seconds: float) -> float:
         begin, count = time.perf_counter(), 0
         with _limited(num_threads):
-            while time.perf_counter() - begin < seconds:
+            while count == 0 or time.perf_counter() - begin < seconds:
                 work()
                 count += 1
         return count / (time.perf_counter() - begin)

@@ -259,8 +259,9 @@ class RuleSpec:
         vectors = tuple(FactorSpec(str(name), form) for name, form in factors)
         if not compact:
             return cls(str(name), specs, needs, factors=vectors)
-        residual, exact, smallest, codes = compact
-        return cls(str(name), specs, needs, residual, cls.from_body(exact), int(smallest), vectors, int(codes))
+        residual, exact, smallest, *codes = compact
+        number = int(codes[0]) if codes else 1  # the first form did not say it
+        return cls(str(name), specs, needs, residual, cls.from_body(exact), int(smallest), vectors, number)
 
 
 def is_wide(spec: PlaneSpec) -> bool:
