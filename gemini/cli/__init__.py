@@ -74,6 +74,8 @@ def app(words: Sequence[str] | None = None) -> int:
             raise
         needed = f"this command needs {e.name}, an optional package: pip install '.[train]' in Gemini's folder"
         return _say(needed, e, REFUSED)
+    except SystemExit:  # argparse's, behind --help
+        return 0
     except KeyboardInterrupt as e:
         return _say("stopped; what was not saved is gone", e, 130)
 
@@ -101,11 +103,7 @@ def _run(name: str, words: list[str]) -> int:
         if name == "demo":
             return demo(words, console, about)
         return train("sft" if name == "train" else name, words, console, about)
-    parser = settings.RecordParser(name, about, record)
-    if {"-h", "--help"} & {*words}:
-        parser.print_help()
-        return 0
-    asked = parser.read(words)
+    asked = settings.RecordParser(name, about, record).read(words)
     return int(getattr(importlib.import_module(f"gemini.jobs.{name}"), name)(asked, console))
 
 

@@ -42,7 +42,7 @@ from gemini.jobs.models import ModelSource, find_model, hush, tokenizer_of
 from gemini.jobs.parts import check_start, claimed, open_data, prepare_out, words_of
 from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.trace import params_of
-from gemini.jobs.train_options import GeminiArguments, Options, Parser, options_of, precision_of, stem
+from gemini.jobs.train_options import GeminiArguments, Options, Parser, options_of, stem
 from gemini.patches import replaced
 from gemini.planning.parallel import block_by_block
 from gemini.ranks import launch
@@ -64,11 +64,7 @@ ELSE = "`gemini plan MODEL --alternatives` says what else would do, if it is tol
 def train(kind: str, words: Sequence[str], console: Console, about: str = "") -> int:
     """Run a job as the command line does; returns the exit code. ``kind``: "sft", "dpo", ...; ``about``: its help."""
     hush()
-    parser = Parser(kind, about)
-    if {"-h", "--help"} & {*words}:
-        parser.print_help()
-        return 0
-    asked = parser.read(words)
+    asked = Parser(kind, about).read(words)
     cuda = torch.cuda.is_available() and not asked.values.use_cpu
     with join(asked.values.ddp_timeout, cuda=cuda) as wire, ExitStack() as until_end:
         options = options_of(asked, wire.size)
@@ -145,7 +141,7 @@ class Run:
             refusal = str(e).partition(" If it is only evaluated")[0].rstrip(".")
             raise JobError(f"{in_options(refusal, '--nvme_path FOLDER --nvme_memory')}. {ELSE}") from e
         except ValueError as e:
-            if mesh is None:
+            if size == 1:
                 raise
             raise JobError(f"The model cannot be dealt out: {e}") from e
         if options.compiles:
@@ -342,7 +338,7 @@ def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None
         trace = gemini.trace(
             config,
             {"input_ids": ids, "labels": ids},
-            precision=precision_of(args),
+            precision=options.config.precision or "fp32",
             checkpointing="non-reentrant" if args.gradient_checkpointing else None,
             tile_tokens=ours.tile_tokens,
             kept_blocks="auto" if ours.fastest else 0,
@@ -451,9 +447,6 @@ def demo(words: Sequence[str], console: Console, about: str = "") -> int:
     """
     hush()
     parser = Parser("sft", about, "demo", **_DEMO)
-    if {"-h", "--help"} & {*words}:
-        parser.print_help()
-        return 0
     if (number := launch.num_processes()) > 1:
         raise JobError(f"`gemini demo` runs in one process, and {number} were started. Start it without torchrun.")
     asked = parser.read(words).values

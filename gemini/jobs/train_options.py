@@ -16,6 +16,7 @@ import trl
 from accelerate import ParallelismConfig
 
 from gemini.config import GeminiConfig, MemoryBudget
+from gemini.integrations.huggingface import check_args, with_rule
 from gemini.jobs import JobError, refusing
 from gemini.jobs.parts import is_text
 from gemini.jobs.settings import Help, Refusing, at_least, check_together, seed, size, tiles
@@ -216,14 +217,17 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
 
 
 def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes: int) -> GeminiConfig:
-    """How the model of a job is managed, as its options or a plan say it."""
+    """How the model of a job is managed, as its options or a plan say it. Raises ValueError for an ``--optim`` that
+    cannot update it or is another rule than ``--optimizer``, and JobError for a rule of params that would be divided.
+    """
+    check_args(args)
     # What a plan may have of a tier that it leaves empty needs no folder there.
     budgets = {} if plan is None else {t: n for t, n in plan.problem.budgets.items() if plan.bytes_per_tier.get(t)}
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))  # a plan's are those of one rank
     budgets = {t: n if t is Tier.GPU else n * sharing for t, n in budgets.items()}
     gradients = "accumulate" if args.gradient_accumulation_steps > 1 else "retain"
-    return GeminiConfig(
-        precision=precision_of(args),
+    config = GeminiConfig(
+        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         states=ours.states,
         memory=MemoryBudget(
             gpu=ours.gpu_memory or budgets.get(Tier.GPU),
@@ -242,13 +246,15 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes
         fp16_accumulation=ours.fp16_accumulation,
         step="fastest" if ours.fastest else "given",
         hardware=None if ours.machine is None else load_hardware(ours.machine),
-        optimizer=rule_named(ours.optimizer or "adamw"),
+        optimizer=rule_named(ours.optimizer) if ours.optimizer else None,
     )
-
-
-def precision_of(args: Any) -> str:
-    """The precision of the computation."""
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    config = with_rule(args, config) or config
+    if config.rule_spec.whole and num_processes > ours.replicas:
+        raise JobError(
+            f"The rule {config.rule_spec.name!r} looks at whole params, which {num_processes} processes would divide: "
+            f"give --replicas {num_processes}, and each has the whole model."
+        )
+    return config
 
 
 def step_of(plan: Plan) -> dict[str, Any]:
@@ -273,6 +279,7 @@ _APART = (
     ("plan", "activations offload_activations activation_offloading", "where there is a plan, it says that"),
     ("plan", "tp cp ep", "a plan is of a whole model"),
     ("fastest", "plan activations order=bfs use_peft tp ep", "it is chosen for whole layers, one batch after another"),
+    ("dataset_streaming streaming", "test_split_size", "a stream has no length, of which it would be a part"),
     ("ep", "tp cp", "experts are shared with --replicas alone"),
     ("tp ep", "use_peft tile_tokens durable_every", "layers are cut, and there are no slices of these"),
 )
@@ -287,7 +294,10 @@ def _check(kind: str, values: Namespace) -> None:
     """Refuse options that do not go together, whatever the files and the machine."""
     if not values.model_name_or_path:
         raise JobError("Say what to train with --model_name_or_path: a folder, a config.json, a name.")
-    if not values.dataset_name and not getattr(values, "datasets", None):
+    mixture = getattr(values, "datasets", None)
+    if values.dataset_name and mixture:
+        raise JobError("--dataset_name and datasets: of a YAML file both say what to train on: give one of them.")
+    if not values.dataset_name and not mixture:
         raise JobError("Say what to train on with --dataset_name: a file of rows or text, a folder, a pattern, a name.")
     if kind != "sft" and max(values.tp, values.cp, values.ep) > 1:
         raise JobError(f"--tp, --cp and --ep are for gemini sft; gemini {kind} computes whole layers.")
@@ -306,8 +316,7 @@ def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConf
         )
     if sizes["tp"] * sizes["cp"] == 1:
         return None
-    shared = num_processes // groups
     with refusing(f"--replicas {ours.replicas}"):
         return ParallelismConfig(
-            dp_replicate_size=ours.replicas, dp_shard_size=shared, cp_size=ours.cp, tp_size=ours.tp
+            dp_replicate_size=ours.replicas, dp_shard_size=num_processes // groups, cp_size=ours.cp, tp_size=ours.tp
         )

@@ -12,6 +12,7 @@ import pytest
 
 from gemini.jobs import JobError
 from gemini.jobs.models import byte_tokenizer, find_model, tokenizer_of
+from gemini.jobs.train_options import Parser, options_of
 from tests.cli.commands import Command, refused
 
 
@@ -38,6 +39,14 @@ def test_of_several_processes_one_says_what_is_wrong(
         assert result.exit_code == 2 and options[0].replace("_", "-") in (result.stderr or report.read_text())
         begins = "gemini: rank 1: " if rank == "1" else "gemini: "
         assert result.stderr.startswith(begins) if report is None else not result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("rule", ["--optimizer muon", "--optimizer adalomo", "--optim adalomo"])
+def test_a_rule_of_whole_params_takes_a_whole_model_in_each_process(rule: str) -> None:
+    words = f"--model_name_or_path gpt2-small --dataset_name x --use_cpu {rule}".split()
+    with pytest.raises(JobError, match="looks at whole params, which 2 processes would divide: give --replicas 2, and"):
+        options_of(Parser("sft").read(words), 2)
+    assert options_of(Parser("sft").read([*words, "--replicas", "2"]), 2).config.rule_spec.whole
 
 
 # ---- configs --------------------------------------------------------------------------------------------------------

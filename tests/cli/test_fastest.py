@@ -26,7 +26,7 @@ from gemini.errors import BudgetExceeded, parse_bytes
 from gemini.jobs import JobError, planner
 from gemini.jobs.planner import Traces, Way, choose
 from gemini.jobs.settings import PlanSettings, TraceSettings
-from gemini.jobs.train_options import Parser, options_of, precision_of
+from gemini.jobs.train_options import Parser, options_of
 from gemini.planning import quickest
 from gemini.planning.hardware import load_hardware
 from gemini.planning.quickest import numbers_up_to
@@ -292,7 +292,7 @@ def test_what_runs_it_is_read(
     made = options.args.per_device_train_batch_size, options.args.gradient_accumulation_steps
     assert made == (said["batch"]["input_ids"][0], said["accumulate"]) and options.args.max_length == 64
     assert options.args.gradient_checkpointing is bool(said["checkpointing"])
-    assert precision_of(options.args) == said["precision"] and options.model.lora_r == (8 if "--lora" in more else 16)
+    assert options.config.precision == said["precision"] and options.model.lora_r == (8 if "--lora" in more else 16)
     assert (options.ours.nvme_path is not None) == bool(sum(said["held"].get("nvme", {}).values()))
     seen: list[Any] = []
     model = SimpleNamespace(gradient_checkpointing_enable=lambda: seen.append("checkpointing"))

@@ -70,6 +70,19 @@ def test_a_plan_for_another_step_is_refused(
     assert f"--plan {planned}: this is JSON, but not a plan that Gemini wrote" in refuse(*there)
 
 
+def test_a_plan_and_optim_say_one_rule(tiny_config: Path, text: Path, tmp_path: Path, gemini_command: Command) -> None:
+    words = ["--model_name_or_path", tiny_config, "--dataset_name", text, "--max_steps", 1, "--optim", "sgd"]
+    for rule in ("adamw", "plain-sgd"):
+        path = tmp_path / f"{rule}.json"
+        step = ["--batch-size", 1, "--seq-len", 16, "--optimizer", rule, "--out", path]
+        gemini_command.ok("plan", tiny_config, "--cpu", "2MiB", "--compute", "cpu", *step)
+        result = gemini_command("sft", *words, "--plan", path, "--output_dir", tmp_path / rule)
+        assert (result.exit_code == 0) is (rule == "plain-sgd"), result.output
+        assert rule == "plain-sgd" or "optim='sgd' is PlainSGDRule(), and the model is to be managed for" in flat(
+            result
+        )
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_step_of_a_plan_is_the_default(
     tiny_config: Path, text: Path, tmp_path: Path, gemini_command: Command, accumulate: int

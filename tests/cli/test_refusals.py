@@ -38,6 +38,10 @@ REQUESTS = {
     f"{JOB} --optimizer lamb": "argument --optimizer: invalid choice: 'lamb' (choose from",
     f"{JOB} --config sophia.yaml": "--optimizer must be one of adamw, lion",
     f"{JOB} --optimizer sophia": "argument --optimizer: invalid choice: 'sophia'",
+    f"{JOB} --optim adafactor": "optim='adafactor' cannot update a managed model: use one of 'adamw_torch'",
+    f"{JOB} --optim sgd --optimizer muon": "optim='sgd' is PlainSGDRule(), and the model is to be managed for MuonRule",
+    f"{JOB} --config mixture.yaml": "--dataset_name and datasets: of a YAML file both say what to train on: give one",
+    f"{JOB} --dataset_streaming --test_split_size 0.2": "--dataset_streaming does not go with --test_split_size: a",
     f"{JOB} --tile-tokens head=8,tail=8": f"argument --tile_tokens/--tile-tokens: {BY_PART}",
     f"{JOB} --tile-tokens 1": f"argument --tile_tokens/--tile-tokens: {BY_PART}, got 1",
     f"{JOB} --load_in_4bit": "--load_in_4bit needs --use_peft",
@@ -154,6 +158,7 @@ def test_what_cannot_be_is_refused(
     Path("text.txt").write_text("a text\n")
     Path("old.yaml").write_text("lr: 0.1\n")
     Path("sophia.yaml").write_text("optimizer: sophia\n")
+    Path("mixture.yaml").write_text("datasets:\n  - path: json\n    data_files: text.txt\n")
     llama_config(Path("llama.json"), **FOUR_BLOCKS)
     result = gemini_command(*shlex.split(request_))
     refused(result, REQUESTS[request_])

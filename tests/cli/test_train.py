@@ -381,13 +381,17 @@ def test_attention_that_cannot_be_is_refused(train: Command, tmp_path: Path) -> 
         refused(train("--output_dir", tmp_path / "out", "--attn_implementation", asked), *said, begun=True)
 
 
-def test_the_run_is_that_of_the_stock_trainer(tiny_config: Path, text: Path, tmp_path: Path) -> None:
-    """transformers' Trainer with torch's AdamW, from the same weights on the same sequences."""
+@pytest.mark.parametrize(("optim", "rate"), [("adamw_torch", 1e-2), ("sgd", 0.3)])
+def test_the_run_is_that_of_the_stock_trainer(
+    tiny_config: Path, text: Path, tmp_path: Path, optim: str, rate: float
+) -> None:
+    """transformers' Trainer with torch's optimizer, from the same weights on the same sequences."""
 
     from gemini.jobs.train import Run
     from gemini.jobs.train_options import Parser, options_of
 
     given = ["--bf16", "false", "--max_steps", 6, "--save_strategy", "no", "--output_dir", tmp_path / "out"]
+    given += ["--optim", optim, "--learning_rate", rate]
     words = [*base(tiny_config, text), "--gradient_accumulation_steps", 2, "--weight_decay", 0.1, *given]
     run = Run(options_of(Parser("sft").read([*map(str, words)])), Console(quiet=True))
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -401,7 +405,7 @@ def test_the_run_is_that_of_the_stock_trainer(tiny_config: Path, text: Path, tmp
     plain.load_state_dict(weights)
     plain.loss_type = "ForCausalLM"
     same = "learning_rate lr_scheduler_type weight_decay per_device_train_batch_size gradient_accumulation_steps seed"
-    same += " data_seed max_steps logging_steps use_cpu save_strategy report_to"
+    same += " optim data_seed max_steps logging_steps use_cpu save_strategy report_to"
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "stock"), **{name: getattr(run.trainer.args, name) for name in same.split()}
     )

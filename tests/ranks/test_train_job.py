@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,36 @@ def test_meshes_that_cannot_be(pool_of: Pools, folder: Path) -> None:
         outcomes = pool_of(2).outcomes(train_here, options_of(folder, output_dir=folder / "out") | more)
         assert all(isinstance(outcome, Failure) and outcome.kind == "JobError" for outcome in outcomes), outcomes
         assert says in outcomes[0].text, outcomes[0].text
+
+
+def test_a_rule_of_whole_params_trains_in_replicas(pool_of: Pools, folder: Path) -> None:
+    """As in one process with their batches together."""
+    options = options_of(folder, optimizer="muon", max_steps=3)
+    two = pool_of(2).run(train_here, options | {"replicas": 2, "output_dir": folder / "two"})
+    one = train_here(options | {"per_device_train_batch_size": 2, "output_dir": folder / "one"})
+    assert two[0].losses == pytest.approx(one.losses, rel=1e-5)
+
+
+def deal_out(folder: Path) -> None:
+    """A model for a rule of whole params, dealt out to ranks that divide them."""
+    from gemini.jobs.train import Run, join
+    from gemini.jobs.train_options import Parser
+    from gemini.jobs.train_options import options_of as read
+    from gemini.planning.rules import rule_named
+
+    given = options_of(folder, output_dir=folder / "out")
+    with join(60, cuda=False) as wire:
+        asked = read(
+            Parser("sft").read([word for name, value in given.items() for word in (f"--{name}", str(value))]), 2
+        )
+        asked = asked._replace(config=replace(asked.config, optimizer=rule_named("muon")))
+        Run(asked, Console(quiet=True), wire)
+
+
+def test_what_cannot_be_dealt_out_is_refused_without_a_mesh_too(pool_of: Pools, folder: Path) -> None:
+    for outcome in pool_of(2).outcomes(deal_out, folder):
+        assert isinstance(outcome, Failure) and outcome.kind == "JobError", outcome
+        assert "The model cannot be dealt out: the rule 'Muon' updates whole params" in outcome.text
 
 
 def one_wish() -> list[bool]:
