@@ -29,6 +29,13 @@ def test_a_step_takes_what_the_simulator_says(case: Case, tmp_path: Path, summar
     assert told.starved <= told.foreseen + 0.03 * told.clocked
 
 
+def test_a_step_block_by_block_takes_what_the_simulator_says(tmp_path: Path, summary: Any) -> None:
+    """With four micro-batches of the step that ``gemini plan --fastest`` chooses."""
+    told = clocked(CASES[-1]._replace(layers=3, batches=4), tmp_path)
+    summary(f"block by block, 3 layers: {told.predicted:.3f} s predicted, {told.clocked:.3f} s clocked")
+    assert told.predicted == pytest.approx(told.clocked, rel=0.05) and told.landed >= 0.9
+
+
 def test_an_update_is_chosen_when_it_can_begin(tmp_path: Path, summary: Any) -> None:
     """Not while the one before it runs: of what is read first the gradient comes last, and it lands meanwhile."""
     told = clocked(CASES[2]._replace(layers=8), tmp_path)
