@@ -74,8 +74,8 @@ def app(words: Sequence[str] | None = None) -> int:
             raise
         needed = f"this command needs {e.name}, an optional package: pip install '.[train]' in Gemini's folder"
         return _say(needed, e, REFUSED)
-    except SystemExit:  # argparse's, behind --help
-        return 0
+    except SystemExit as e:  # argparse's, behind --help, or that of a function of the program's own
+        return _say(e.code, e, 1) if isinstance(e.code, str) else e.code or 0
     except KeyboardInterrupt as e:
         return _say("stopped; what was not saved is gone", e, 130)
 

@@ -176,6 +176,17 @@ def test_the_commands_and_their_help(gemini_command: Command, monkeypatch: pytes
         assert all(spelled(option) in said.replace("_", "-") or option.upper() in said for option in known)
 
 
+@pytest.mark.parametrize(("said", "code"), [(3, 3), ("no more", 1), (None, 0)])
+def test_who_ends_the_process_says_the_exit_code(said: object, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward function of the user's, say; not what argparse says behind ``--help``."""
+
+    def ends(*_: object) -> int:
+        raise SystemExit(said)
+
+    monkeypatch.setattr(cli, "_run", ends)
+    assert cli.app(["sft"]) == code
+
+
 # ---- how threads wait ------------------------------------------------------------------------------------------------
 
 
