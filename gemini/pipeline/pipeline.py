@@ -129,8 +129,7 @@ class Pipeline:
         else:
             of_stages = params_of_stages(model, course, ranges, size)
             # While all of it is here: what is tied to another stage is cut alike.
-            is_filled = fill is None
-            whole = slices_of(model, mesh, is_filled=is_filled) or experts_of(model, mesh, is_filled=is_filled)
+            whole = slices_of(model, mesh, is_filled=fill is None) or experts_of(model, mesh, is_filled=fill is None)
             with left_out(model, own):
                 self.model = manage(model, config, mesh=mesh, of_stages=of_stages, whole=whole, fill=fill)
         self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches

@@ -132,15 +132,15 @@ class Calls:
         # Noted only when all is there, so that an error leaves no call that would have to be ended.
         if chunks:
             self._acquire_all(chunks)
-        kept: tuple[Chunk, ...] = ()
+        kept = keep
         if keep:
             try:
                 self._acquire_all(keep)
-                kept = keep
-            except BaseException as e:
-                if not isinstance(e, BudgetExceeded):  # then each module inside gathers what it reads
-                    self._release_all(chunks)
-                    raise
+            except BudgetExceeded:
+                kept = ()  # each module inside gathers what it reads
+            except BaseException:
+                self._release_all(chunks)
+                raise
         for chunk in chunks + kept:
             self._expose(chunk)
         stack = self.running.setdefault(threading.get_ident(), [])

@@ -205,7 +205,8 @@ class Stepping:
 
     def begin_step(self, optimizer: Stepper) -> None:
         """Begin ``optimizer.step()``: the model is whole, and all ranks are about to make the same step."""
-        self.state.check_whole()
+        if self.state.corrupted_by:
+            self.state.check_whole()
         self.state.check_there()
         self.state.check_masters("optimizer.step()")
         if self.state.num_open:
