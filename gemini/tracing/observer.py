@@ -169,20 +169,16 @@ class Observer:
     # ---- attaching ---------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Register the hooks on the same modules as the engine."""
-        try:
-            structure = Structure(self.model)
-            for path, module, read, *_ in structure.readers:
-                params = tuple(dict.fromkeys(self._index_of[id(p)] for p in read))
-                entrance = ENTRANCE.fullmatch(path) is not None and id(module) in structure.holders
-                if module is self.model or params or entrance:
-                    self._attach_to(path, module, params)
-            for index, param in enumerate(self._params):
-                if param.requires_grad:
-                    self._hooks.append(param.register_post_accumulate_grad_hook(self._gradient_hook(index)))
-        except BaseException:
-            self.detach()
-            raise
+        """Register the hooks on the same modules as the engine. What breaks this off leaves those for :meth:`detach`."""
+        structure = Structure(self.model)
+        for path, module, read, *_ in structure.readers:
+            params = tuple(dict.fromkeys(self._index_of[id(p)] for p in read))
+            entrance = ENTRANCE.fullmatch(path) is not None and id(module) in structure.holders
+            if module is self.model or params or entrance:
+                self._attach_to(path, module, params)
+        for index, param in enumerate(self._params):
+            if param.requires_grad:
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._gradient_hook(index)))
 
     def detach(self) -> None:
         """Remove every hook."""

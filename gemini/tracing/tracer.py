@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, with_seconds
 from gemini.tracing.meter import make_target
@@ -103,22 +104,24 @@ class _Recorder(Observer):
         self._as_python: Any = None  # what keeps compiled code from running while operations are counted
 
     def start(self) -> None:
-        self.attach()
-        self.is_on = True
         try:
-            if self.engine is not None:
-                self.engine.watch_apart(self.elsewhere)
-            self.before_step()
+            with WHOLE:
+                self.attach()
+                self.is_on = True
+                if self.engine is not None:
+                    self.engine.watch_apart(self.elsewhere)
+                self.before_step()
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        self.is_on = False
-        if self.engine is not None:
-            self.engine.watch_apart(None)
-        self.detach()
-        self._end_counting()
+        with WHOLE:
+            self.is_on = False
+            if self.engine is not None:
+                self.engine.watch_apart(None)
+            self.detach()
+            self._end_counting()
 
     def before_step(self) -> None:
         """The one place where the meter can come and go."""

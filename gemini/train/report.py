@@ -304,6 +304,17 @@ class Recording:
                 self._tokens += count_tokens(args, kwargs)  # a recomputation has none
 
         counting = list[RemovableHandle]()
+
+        def end() -> None:
+            with WHOLE:
+                # First: what follows must not be told to a recorder that ends.
+                self._is_open = False
+                observers.record()
+                watch.recorder = ledger.on_change = None
+                self._recorder.close()
+                for handle in counting:
+                    handle.remove()
+
         try:
             with WHOLE:
                 counting.append(model.register_forward_pre_hook(count, with_kwargs=True))
@@ -316,13 +327,11 @@ class Recording:
             yield self
             self.drain()
         finally:
-            # First: what follows must not be told to a recorder that ends.
-            self._is_open = False
-            observers.record()
-            watch.recorder = ledger.on_change = None
-            self._recorder.close()
-            for handle in counting:
-                handle.remove()
+            try:
+                end()
+            except KeyboardInterrupt:
+                end()  # it may have come before the first time
+                raise
 
     def drain(self) -> None:
         """Let updates that the last step left in flight end: they are part of it, unless the next one has begun."""

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.hooks import RemovableHandle
 
 import gemini
 from gemini.errors import BudgetExceeded, StorageError
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.watching import Recorder
 from gemini.planning.planes import GRAD
 from gemini.train import wrap as wrapping
 from gemini.train.checkpoint import saving
@@ -141,6 +143,33 @@ def test_a_recording_that_could_not_begin_is_none(tmp_path: Path, monkeypatch: p
     assert len(model._forward_pre_hooks) == hooks
     with model.recording():
         squares(model, 0).backward()
+
+
+@pytest.mark.parametrize("owner, name", [(Observers, "record"), (Recorder, "close")])
+def test_a_recording_ends_whole(owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap(Blocks(), "ram", tmp_path)
+    hooks = len(model._forward_pre_hooks)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), model.recording():
+        _interrupted(patched, owner, name)
+    engine = model._gemini_engine
+    assert len(model._forward_pre_hooks) == hooks
+    assert not engine.forward.observers.recordings
+    assert engine.store.mover.watch.recorder is None and engine.store.ledger.on_change is None
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_tracer_that_is_interrupted_leaves_no_hook(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Blocks()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        if ends:
+            with gemini.MemoryTracer(model):
+                _interrupted(patched, RemovableHandle, "remove")
+        else:
+            _interrupted(patched, torch.nn.Module, "register_forward_pre_hook")
+            with gemini.MemoryTracer(model):
+                pass
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
 def _durable(path: Path) -> Any:
