@@ -171,7 +171,7 @@ class GeminiConfig:
         if spec_of(self.optimizer) is self.optimizer:
             raise TypeError(f"optimizer= takes an update rule, got only the spec of one: {self.optimizer!r}")
         check_gradients(self.gradients, self.rule_spec)
-        object.__setattr__(self, "keep_fp32", _as_kept(self.keep_fp32))
+        object.__setattr__(self, "keep_fp32", as_kept(self.keep_fp32))
         if self.tile_tokens != "auto":
             try:
                 object.__setattr__(self, "tile_tokens", as_tiles(tile_sizes(self.tile_tokens)))
@@ -212,7 +212,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 """What fields may say in words."""
 
 
-def _as_kept(wanted: Any) -> str | tuple[Any, ...] | None:
+def as_kept(wanted: Any) -> str | tuple[Any, ...] | None:
+    """``keep_fp32=`` as a value that nobody changes. Raises TypeError for what it may not say."""
     if wanted is None or wanted == "auto":
         return wanted
     listed = None if isinstance(wanted, (str, bytes, type)) or not isinstance(wanted, Iterable) else tuple(wanted)

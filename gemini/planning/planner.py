@@ -58,7 +58,7 @@ def plan(
     compute: Tier | None = None,
     placement: Placement | StaticPlacement | None = None,
     offload_activations: str | None = None,
-    activations: int | None = None,
+    activations: str | int | None = None,
     accumulate: int = 1,
     ranks: int = 1,
     local_ranks: int | None = None,
@@ -84,7 +84,7 @@ def plan(
         placement: fixed homes, for which only moves are planned. By default homes are chosen too.
         offload_activations: as in ``GeminiConfig``. "auto": to host memory if the step is faster with it, or does not
             fit without.
-        activations: bytes of GPU memory for activations and workspaces. By default what the trace needs.
+        activations: GPU memory for activations and workspaces, as in ``GeminiConfig``. By default what the trace needs.
         accumulate: micro-batches per optimizer step.
         ranks: the number of processes that divide the model among them.
         local_ranks: how many of them are on this machine. By default all.
@@ -117,6 +117,8 @@ def plan(
         trace = trace.with_fp32(())  # all are
     rule = spec_for(spec_of(optimizer), states, precision or trace.precision)
     check_gradients(gradients, rule)
+    if gradients == "transient" and accumulate > 1:
+        raise ValueError(f'gradients="transient" has one backward per update, accumulate={accumulate} several: leave one')
     budgets = budgets_of(budget, hardware, sharing)
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
 
@@ -127,7 +129,7 @@ def plan(
         precision=precision or trace.precision,
         gradients=gradients,
         compute=compute,
-        activations=activations,
+        activations=None if activations is None else parse_bytes(activations, what="activations="),
         ranks=ranks,
         sharing=sharing,
         max_chunk=max_chunk,
@@ -149,8 +151,8 @@ def check_settings(given: Mapping[str, Any]) -> None:
         if name in given and given[name] not in known:
             raise ValueError(f"{name}={given[name]!r} is not known; use one of {', '.join(map(repr, known))}")
     for name in _COUNTS:
-        if given.get(name, 1) < 1:
-            raise ValueError(f"{name}={given[name]}: it is at least 1")
+        if not (isinstance(number := given.get(name, 1), int) and number >= 1):
+            raise ValueError(f"{name}={number!r}: it is at least 1, and a whole number")
 
 
 _KNOWN: dict[str, tuple[str | None, ...]] = {
@@ -204,7 +206,7 @@ def budgets_of(
 
 def computing_tier(budgets: Mapping[Tier, int], compute: Tier | None) -> Tier:
     """The tier that computes: by default the GPU if it has a budget. Raises ValueError if it has none."""
-    compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
+    compute = Tier(compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU))
     if compute not in budgets:
         raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
     return compute

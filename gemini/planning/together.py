@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 from gemini.errors import BudgetExceeded, human_bytes, listed
@@ -146,6 +147,8 @@ def plan_together(
         raise ValueError("plan_together takes a trace of one model or more, and was given none")
     if isinstance(budget, MemoryBudget) and budget.durable:
         raise ValueError("a durable store is of one model: plan with dataclasses.replace(budget, durable=False)")
+    if unknown := options.keys() - signature(plan).parameters.keys():
+        raise TypeError(f"plan_together has no {min(unknown)}=, nor has gemini.plan")
     sharing = ranks if local_ranks is None else local_ranks
     given = {name: value for name, value in options.items() if value is not None}
     check_settings(given | {"accumulate": accumulate, "ranks": ranks, "local_ranks": sharing})

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from gemini.config import as_kept
 from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import ALL, MemoryTrace, Source, as_tiles, check_kept, tile_sizes
@@ -227,13 +228,14 @@ def trace(
         ValueError: for an unknown precision, target, or kind of checkpointing, a config without a model class, layers
             that ``tensor_parallel`` does not divide, fewer ranks than one, tiles of layers in slices, blocks without
             flags, and a model that ``kernels`` are not for.
+        TypeError: for a ``keep_fp32`` that is neither of its words nor a list.
     """
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     over = (context_parallel, tensor_parallel)
     if min(over) < 1:
         raise ValueError(f"context_parallel={over[0]}, tensor_parallel={over[1]}: each is at least 1")
-    how = (checkpointing, model_class, loss, keep_fp32, over)
+    how = (checkpointing, model_class, loss, as_kept(keep_fp32), over)
     if kernels is not None and (tile_tokens is not None or tensor_parallel > 1 or context_parallel > 1):
         raise ValueError(f"kernels={kernels!r} are traced of whole layers without tiles: leave one of them out")
     tiles = "auto" if tile_tokens == "auto" else as_tiles(tile_sizes(tile_tokens))

@@ -207,6 +207,12 @@ def test_refusals_say_what_to_do() -> None:
         plan(replace(SMALL, moments=()), None, budgets(None, 1.2, None))
     with pytest.raises(ValueError, match="compute='gpu' has no budget"):
         plan(SMALL, None, budgets(None, 1.2, None), compute=GPU)
+    with pytest.raises(ValueError, match="activations= must be finite and not negative, got -1"):
+        plan(SMALL, None, budgets(0.1, 1.2, None), activations=-1)
+    with pytest.raises(ValueError, match=r"ranks=2\.0: it is at least 1, and a whole number"):
+        plan(SMALL, None, budgets(None, 1.2, None), ranks=2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='"transient" has one backward per update, accumulate=2 several'):
+        plan(SMALL, None, budgets(None, 1.2, None), gradients="transient", accumulate=2)
     with pytest.raises(TypeError, match=r"placement= is a gemini.StaticPlacement, or homes \(plan.placement\)"):
         plan(SMALL, None, budgets(None, 1.2, None), placement=plan(SMALL, None, budgets(None, 1.2, None)))  # type: ignore[arg-type]
 

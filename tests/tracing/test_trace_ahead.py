@@ -284,6 +284,8 @@ def test_bad_arguments() -> None:
     for bad in [*bads, {"context_parallel": 0}, {"tensor_parallel": -1}]:
         with pytest.raises(ValueError, match=str(next(iter(bad.values())))):
             gemini.trace(model, batch(), **bad)
+    with pytest.raises(TypeError, match=r"keep_fp32= is .* a list of names .*, got 'lm_head'"):
+        gemini.trace(model, batch(), keep_fp32="lm_head")
     with pytest.raises(ValueError, match="no gradient_checkpointing_enable"):
         gemini.trace(Fused(), {"x": torch.zeros(4, 8)}, checkpointing=True)
     with pytest.raises(gemini.GeminiError, match="gave no loss"):

@@ -202,6 +202,33 @@ def test_layout_and_views_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+class Spread(nn.Module):
+    """Neighbours of a graph, which a checkpointed block is given beside the values of its nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def block(self, neighbours: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.b(torch.sparse.mm(neighbours, x.float())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        neighbours = torch.eye(len(x), device=x.device).roll(1, 0).to_sparse()
+        return checkpoint(self.block, neighbours, x, use_reentrant=False).sum()
+
+
+def test_what_is_not_dense_stays(tmp_path: Path) -> None:
+    gradients = []
+    for offload in (None, "cpu"):
+        torch.manual_seed(1)
+        model = wrap(Spread(), tmp_path, offload, "standin", precision="fp32")
+        model(torch.randn(256, 64)).backward()
+        gradients.append([model.full_grad(name) for name, _ in model.named_parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_small_tensors_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "MIN_BYTES", INPUTS)
     model = wrap(llama(), tmp_path, "nvme")

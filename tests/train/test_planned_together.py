@@ -215,6 +215,8 @@ def test_what_no_plan_can_be_made_with_is_refused_as_for_one_model(how: dict[str
             make()
     with pytest.raises(ValueError, match="a trace of one model or more"):
         gemini.plan_together({}, None, budget)
+    with pytest.raises(TypeError, match="plan_together has no accumulated=, nor has gemini.plan"):
+        gemini.plan_together({"reference": evaluated(trace)}, None, budget, accumulated=2)
     # Two slots of everything, which only the plan of the model whose store it is has.
     durable = gemini.MemoryBudget(cpu="1GiB", nvme="1GiB", nvme_path="/tmp", durable=True)
     with pytest.raises(ValueError, match=r"a durable store is of one model.*replace\(budget, durable=False\)"):

@@ -166,8 +166,10 @@ class ActivationStore:
         if not INSIDE.kept and not saved_by_checkpointing(3):
             if not (_saver(3).startswith(_OF_COMPILED) and self._checkpoints_compiled()):
                 return None
+        if tensor.device != self._device.torch_device or tensor.layout is not torch.strided:
+            return None
         storage = tensor.untyped_storage()
-        if tensor.device != self._device.torch_device or storage._cdata in self._weights:
+        if storage._cdata in self._weights:
             return None
         # The version too: a tensor that was written to since is another value at the same address.
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
