@@ -118,7 +118,9 @@ def plan(
     rule = spec_for(spec_of(optimizer), states, precision or trace.precision)
     check_gradients(gradients, rule)
     if gradients == "transient" and accumulate > 1:
-        raise ValueError(f'gradients="transient" has one backward per update, accumulate={accumulate} several: leave one')
+        raise ValueError(
+            f'gradients="transient" has one backward per update, accumulate={accumulate} several: leave one'
+        )
     budgets = budgets_of(budget, hardware, sharing)
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
 

@@ -169,7 +169,7 @@ class Observer:
     # ---- attaching ---------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Register the hooks on the same modules as the engine. What breaks this off leaves those for :meth:`detach`."""
+        """Register the hooks on the same modules as the engine; what breaks this off leaves some to :meth:`detach`."""
         structure = Structure(self.model)
         for path, module, read, *_ in structure.readers:
             params = tuple(dict.fromkeys(self._index_of[id(p)] for p in read))

@@ -18,6 +18,8 @@ from gemini import GeminiConfig, GeminiDDP, GeminiError, MemoryBudget, StaticPla
 from gemini.memory.nvme import SpillFile
 from gemini.train import ddp, wrap
 from gemini.train.passes import hooks
+from gemini.train.setup import build
+from tests.standin_device import StandinDevice
 from tests.train import helpers
 from tests.train.helpers import adam, failing, llama, make_config, same_bits, snapshot, train
 from tests.world import is_managed, world_of
@@ -350,6 +352,32 @@ def test_the_named_gap_is_the_gap(tmp_path: Path) -> None:
 def test_a_disk(owner: Any, name: str, number: int, error: Exception, words: str, tmp_path: Path) -> None:
     with failing(owner, name, number, error), refused_wrap(StorageError, words) as (model, _):
         GeminiDDP(model, make_config(llama(), "disk", tmp_path))
+
+
+def _files_in(folder: Path) -> list[str]:
+    opened = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+    return [name for file in opened if file.is_symlink() and (name := os.readlink(file)).startswith(str(folder))]
+
+
+def test_what_a_refused_wrap_has_opened_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the program keeps the error, with all that its frames have."""
+    ended = list[str]()
+    for name in ("reserve_windows", "close"):
+        real = getattr(StandinDevice, name)
+
+        def note(device: StandinDevice, *args: Any, real: Any = real, name: str = name) -> Any:
+            ended.append(name)
+            return real(device, *args)
+
+        monkeypatch.setattr(StandinDevice, name, note)
+    with (
+        failing(build, "make_plane", 3, MemoryError("no memory")),
+        refused_wrap(MemoryError, "no memory") as (model, _),
+    ):
+        with pytest.raises(MemoryError, match="no memory") as kept:
+            GeminiDDP(model, make_config(llama(), "standin", tmp_path))
+        assert not _files_in(tmp_path) and ended == ["reserve_windows", "reserve_windows", "close"]
+        raise kept.value
 
 
 def test_a_warning_when_a_setting_has_no_effect() -> None:

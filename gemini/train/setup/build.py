@@ -78,14 +78,19 @@ def build(
     ledger, needed = _make_ledger(config, problem, placement), bytes_per_tier(problem, placement)
     # The params are still where they were: of a budget that is declared they take a part until they are taken over.
     there = sum(n.param.nbytes for n in named if n.param.device == device.torch_device)
-    begin_budget(device, config, problem, needed[device.tier], there)
-    _reserve_on_device(device, ledger, problem, placement, in_flight=0 if ranks.are_alone else problem.in_flight)
+    # Whoever keeps the error of a refusal keeps what this function has: what is open would be in use for as long.
     with ExitStack() as opened:
+        opened.callback(device.close)  # with the limit of its allocator
+        opened.callback(device.reserve_windows, 0)
+        begin_budget(device, config, problem, needed[device.tier], there)
+        _reserve_on_device(device, ledger, problem, placement, in_flight=0 if ranks.are_alone else problem.in_flight)
         durable = _open_store(config, problem, ranks)
         if durable is not None:
-            # Whoever keeps the error keeps what this function has, and the store would be in use for as long.
             opened.callback(durable.close)
-        files = _open_files(config, needed, durable)
+        files = dict[Tier, SpillFile]()
+        for tier, num_bytes in _in_files(config, needed, durable).items():
+            files[tier] = SpillFile(config.memory.paths_of(tier), num_bytes, tier)
+            opened.callback(files[tier].close)
         chunks = _make_chunks(decision, device, files, durable)
         params = _make_params(named, chunks, problem, owner, ranks, cuts or {})
         for index, handles in params.by_chunk.items():
@@ -248,14 +253,10 @@ def _reserve_on_device(
     device.reserve_buffers(n for homes, sizes in planes for kind, n in sizes.items() if homes[kind] is problem.compute)
 
 
-def _open_files(config: GeminiConfig, needed: Mapping[Tier, int], durable: StoreFolder | None) -> dict[Tier, SpillFile]:
-    """Make the spill files, of the ``needed`` bytes; what is in the durable store needs no room in them."""
-    in_store = 0 if durable is None else durable.slots.num_bytes
-    return {
-        tier: SpillFile(paths, needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
-        for tier in FILED
-        if (paths := config.memory.paths_of(tier))
-    }
+def _in_files(config: GeminiConfig, needed: Mapping[Tier, int], durable: StoreFolder | None) -> dict[Tier, int]:
+    """Say how many bytes of the ``needed`` ones each spill file has; what is in the durable store needs none."""
+    in_store = {DRIVE: 0 if durable is None else durable.slots.num_bytes}
+    return {t: needed.get(t, 0) - in_store.get(t, 0) for t in FILED if config.memory.paths_of(t)}
 
 
 def _make_chunks(
