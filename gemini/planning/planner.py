@@ -125,8 +125,7 @@ def plan(
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
 
     pose = partial(
-        _pose_beside,
-        others,
+        pose_problem,
         budgets=budgets,
         precision=precision or trace.precision,
         gradients=gradients,
@@ -137,6 +136,7 @@ def plan(
         max_chunk=max_chunk,
         rule=rule,
         durable=isinstance(budget, MemoryBudget) and budget.durable,
+        others=others,
     )
 
     def choose(trace: MemoryTrace, overlap: bool) -> Plan:
@@ -231,64 +231,58 @@ def pose_problem(
     overlap: bool = True,
     rule: RuleSpec = ADAM,
     durable: bool = False,
+    others: Others | None = None,
 ) -> Problem:
-    """The problem: what is placed, and the bytes that no plane may take."""
+    """The problem: what is placed, and the bytes that no plane may take; beside ``others``, to whom the context of a
+    GPU belongs as well, so that it is no part of the budget.
+    """
     compute = computing_tier(budgets, compute)
-    if compute is Tier.CPU:
-        budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
+    on_gpu, many = compute is Tier.GPU, ranks > 1 or replicas > 1
     layout = trace.layout(ranks=ranks, max_chunk=max_chunk, rule=rule)
+    _refuse_divided(layout, rule)
     largest = max(chunk.numel for chunk in layout.chunks)
     whole = working.whole_numel(layout, rule)
     tile = working.tile_numel(largest, whole)
-    staging = working.staging_bytes(tile, rule)
-    staging *= working.staging_sets(compute, precision, overlap=overlap, many=ranks > 1)
-    on_device = working.device_staging_bytes(largest, rule, whole, overlap=overlap)
-    _refuse_divided(layout, rule)
-    many = ranks > 1 or replicas > 1
+    sets = working.staging_sets(compute, precision, overlap=overlap, many=ranks > 1)
     offload_to = None if offload_activations is None else Tier(offload_activations)
-    offloads = offload_to is not None and offload_to is not compute and trace.checkpoint_bytes > 0
-    if compute is Tier.CPU:
+    if offload_to is compute or not trace.checkpoint_bytes:
+        offload_to = None  # nothing has to move
+    if not on_gpu:
         activations = 0  # they are computed in host memory, beside its budget
     elif activations is None:
-        activations = working.activation_bytes(trace, offloaded=offloads)
-    beside = overlap and compute is Tier.GPU
-    leaves = beside and not many and gradients != "transient"
+        activations = working.activation_bytes(trace, offloaded=offload_to is not None)
+    working_set = working.gathered_at_once(trace, layout, precision)
+    gathered = 0 if others is None else others.gathered
+    if others is not None:
+        activations = max(activations, others.activations)
+        gathered += working_set if others.at_once and gathered else 0
+    leaves = overlap and on_gpu and not many and gradients != "transient"
     itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
     behind = overlap and gradients == "transient"
     return Problem(
         layout=layout,
         precision=precision,
         gradients=gradients,
-        budgets=dict(budgets),
+        budgets={tier: n for tier, n in budgets.items() if on_gpu or tier is not Tier.GPU},
         sharing=sharing,
         durable=durable,
         compute=compute,
-        working_set=working.gathered_at_once(trace, layout, precision),
-        staging=staging,
+        working_set=working_set,
+        staging=sets * working.staging_bytes(tile, rule),
         activations=activations,
         in_flight=_in_flight(layout, itemsize, divided=many, behind=behind) + working.sums_at_hand(trace, layout),
-        flights=working.flight_bytes(trace) if beside and offloads else 0,
+        flights=working.flight_bytes(trace) if overlap and on_gpu and offload_to else 0,
         waiting=working.waiting_gradients(layout, compute_itemsize(precision)) if leaves else 0,
         exchange=working.scratch_bytes(ranks, min(tile, working.PIECE), replicas) if many else 0,
         max_chunk=max_chunk,
-        offloaded=trace.checkpoint_bytes if offloads else 0,
-        offload_to=offload_to if offloads else None,
-        device_staging=on_device if compute is Tier.GPU else 0,
+        offloaded=trace.checkpoint_bytes if offload_to else 0,
+        offload_to=offload_to,
+        device_staging=working.device_staging_bytes(largest, rule, whole, overlap=overlap) if on_gpu else 0,
         rule=rule,
-        beside=working.beside_bytes(trace.target, compute, rule),
-        factors=sum(
-            factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable and rule.factors
-        ),
+        beside=working.beside_bytes(trace.target, compute, rule) if others is None else 0,
+        others=gathered,
+        factors=sum(factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable),
     )
-
-
-def _pose_beside(others: Others | None, trace: MemoryTrace, **how: Any) -> Problem:
-    """The problem beside other models: the context of a GPU is theirs as well, and no part of the budget."""
-    problem = pose_problem(trace, **how)
-    if others is None:
-        return problem
-    gathered = others.gathered + (problem.working_set if others.at_once and others.gathered else 0)
-    return replace(problem, beside=0, others=gathered, activations=max(problem.activations, others.activations))
 
 
 def _in_flight(layout: Layout, itemsize: int, *, divided: bool, behind: bool) -> int:

@@ -125,10 +125,6 @@ class ObservedStep:
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tokens: int = 0
 
-    @property
-    def checkpointing(self) -> bool:
-        return any(moment.phase is Phase.RECOMPUTE for moment in self.moments)
-
 
 class Observer:
     """Hooks on one model. Each forward of the root begins a :class:`ObservedStep`; its backward ends it.
@@ -452,6 +448,6 @@ def trace_of_step(
         tokens=step.tokens,
         source=source,
         moments=tuple(step.moments),
-        checkpointing=step.checkpointing,
+        checkpointing=any(moment.phase is Phase.RECOMPUTE for moment in step.moments),
         read_together=tuple(dict.fromkeys(moment.params for moment in declared.moments)),
     )

@@ -24,7 +24,7 @@ from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
-from gemini.planning.planner import Planner, first_that_fits, pose_problem
+from gemini.planning.planner import Others, Planner, first_that_fits, pose_problem
 from gemini.planning.quickest import quickest_kept
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import MARGIN
@@ -326,8 +326,9 @@ class _Chooser:
         if device.tier is Tier.CPU and config.kept_blocks == "auto":
             free = available_bytes() // ranks.local_size - self._budgets[Tier.CPU]
             self._beyond = ranks.smallest([free])[0]
-        self._at_once = pool is not None and pool.at_once
-        self._others = 0 if pool is None else -ranks.smallest([-pool.needed_by_others(None, device.tier)])[0]
+        self._others: Others | None = None
+        if pool is not None:
+            self._others = Others(-ranks.smallest([-pool.needed_by_others(None, device.tier)])[0], 0, pool.at_once)
 
     def best(self, trace: MemoryTrace) -> Decision:
         """Choose for the first form of the step that fits, of that with "auto" the quickest number of kept blocks.
@@ -383,13 +384,11 @@ class _Chooser:
             overlap=overlap,
             rule=config.rule_spec,
             durable=config.memory.durable,
+            others=self._others,
         )
-        at_once = problem.working_set if self._at_once and self._others else 0
         # Beside what activations were declared or traced to take, all of which they get.
         fragments = self._fragments * (problem.activations + problem.in_flight) // 100
-        return replace(
-            problem, activations=problem.activations + fragments, beside=self._beside, others=self._others + at_once
-        )
+        return replace(problem, activations=problem.activations + fragments, beside=self._beside)
 
     def _plan(self, trace: MemoryTrace, pose: Callable[[str | None], Problem]) -> Plan:
         config, hardware = self._config, self._config.hardware
