@@ -120,6 +120,8 @@ class BlockByBlock:
 
     def _check(self, engine: Any, samples: Sequence[Any], inputs: Any) -> None:
         """Raises _Otherwise for a step that is told at once."""
+        if self._why:
+            raise _Otherwise(self._why)
         trainer, kind = self._trainer, type(self._trainer).__name__
         modules = {"training_step": self._module}
         modules |= {name: getattr(getattr(trainer, name), "__module__", "") for name in _RUN_TWICE}
@@ -127,7 +129,6 @@ class BlockByBlock:
         prepares = getattr(trainer._prepare_inputs, "__func__", None) is not Trainer._prepare_inputs
         offloads = not isinstance(getattr(trainer, "maybe_activation_offload_context", nullcontext()), nullcontext)
         reasons = {
-            self._why: bool(self._why),
             "there are several ranks": not engine.ranks.are_alone,
             'precision="fp16": the loss scale may change between micro-batches': engine.config.precision == "fp16",
             f"{kind} has its own {' and '.join(own)}, which would run twice for each (what is made of outputs and "

@@ -8,8 +8,9 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def open_data(kind: str, script: Any, mixture: Any, args: Any) -> tuple[Any, Any
     name, size = script.dataset_name, mixture.test_split_size
     asked = "datasets" if mixture.datasets else f"--dataset_name {name}"
     with refusing(asked):
-        found = trl.get_dataset(mixture) if mixture.datasets else _open(name, script)
+        # Split below, by the job's seed: TRL would hold out other rows in every process, and when a run goes on.
+        found = trl.get_dataset(replace(mixture, test_split_size=None)) if mixture.datasets else _open(name, script)
     found = dict(found) if isinstance(found, dict) else {"train": found}
     train, test = script.dataset_train_split, script.dataset_test_split
     if size is not None and test not in found and train in found:
@@ -68,15 +70,19 @@ def open_data(kind: str, script: Any, mixture: Any, args: Any) -> tuple[Any, Any
     rows = found[train]
     if hasattr(rows, "__len__") and (not len(rows) or (is_text(name) and not any(rows["text"]))):
         raise JobError(f"{asked}: there is nothing in it to learn.")
-    columns, forms = rows.column_names or (), _COLUMNS.get(kind, ())
-    forms += (args.dataset_text_field,) if kind == "sft" else ()
+    forms = (*_COLUMNS.get(kind, ()), *([args.dataset_text_field] if kind == "sft" else []))
+    _check_columns(rows.column_names or (), forms, f"{asked}: gemini {kind}")
+    return rows, found[test] if evaluates else None
+
+
+def _check_columns(columns: Sequence[str], forms: Sequence[str], who: str) -> None:
+    """Raise JobError if there are columns, and not those of one of the forms that are learned from."""
     if columns and forms and not any({*form.split()} <= {*columns} for form in forms):
         wanted = ", or ".join(form.replace(" ", " and ") for form in forms)
         raise JobError(
-            f"{asked}: gemini {kind} learns from the columns {wanted}, and there are "
-            f"{', '.join(columns)}. Rename them as TRL's dataset formats have it."
+            f"{who} learns from the columns {wanted}, and there are {', '.join(columns)}. Rename them as TRL's "
+            "dataset formats have it."
         )
-    return rows, found[test] if evaluates else None
 
 
 def _open(name: str, script: Any) -> Any:

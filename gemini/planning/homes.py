@@ -86,18 +86,17 @@ def _assigned(chosen: Sequence[tuple[HomeChoice, int]]) -> Iterator[tuple[int, H
             yield index, choice
 
 
-class _Choices:
+class _Choices(NamedTuple):
     """The choices that there are for each chunk, each against all its planes on the CPU tier."""
 
-    def __init__(self, problem: Problem, fetches: Sequence[int], speeds: Speeds, accumulate: int):
-        self._problem = problem
-        self._fetches = fetches
-        self._speeds = speeds
-        self._accumulate = accumulate
+    problem: Problem
+    fetches: Sequence[int]
+    speeds: Speeds
+    accumulate: int
 
     def of(self, index: int, *, streaming: bool) -> Iterator[HomeChoice]:
         """Those of a chunk in one order, by which ties between them are broken."""
-        problem, make, most = self._problem, partial(self._make, index), self._fetches[index]
+        problem, make, most = self.problem, partial(self._placed, index), self.fetches[index]
         chunk = problem.layout.chunks[index]
         least = min(most, 1 if chunk.trainable else 0)  # a frozen one stays from step to step
         everything = list(problem.sizes[index])
@@ -129,7 +128,7 @@ class _Choices:
                 if group:
                     yield make(group, tier, times=most)
 
-    def _make(
+    def _placed(
         self,
         index: int,
         kinds: Sequence[PlaneKind],
@@ -143,9 +142,9 @@ class _Choices:
         """Planes of ``kinds`` on ``tier``, weights gathered ``times`` (``stays``: kept between forward and backward).
         ``excludes``: the planes that no other choice may place as well, if they are not just ``kinds``.
         """
-        problem, sizes = self._problem, self._problem.sizes[index]
+        problem, sizes = self.problem, self.problem.sizes[index]
         after = self.seconds_with(index, dict.fromkeys(kinds, tier), times, streamed=streamed)
-        before = self.seconds_with(index, {}, self._fetches[index])
+        before = self.seconds_with(index, {}, self.fetches[index])
         # In one order: what is added up of these in another one may round to another choice on another rank.
         change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in (after | before)}
         num_bytes: Counter[Tier] = Counter()
@@ -163,12 +162,12 @@ class _Choices:
         self, index: int, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False
     ) -> dict[str, float]:
         """Seconds of a chunk by track, with ``homes``, all else on the CPU tier, and weights gathered ``times``."""
-        problem, speeds = self._problem, self._speeds
+        problem, speeds = self.problem, self.speeds
         homes = {**dict.fromkeys(problem.sizes[index], Tier.CPU), **homes}
         moved: Traffic = update_traffic(problem, homes, index, streamed=streamed)
         for traffic, repeats in (
             (fetch_traffic(problem, homes, index), times),
-            (gradient_traffic(problem, homes, index, streamed=streamed), self._accumulate),
+            (gradient_traffic(problem, homes, index, streamed=streamed), self.accumulate),
         ):
             for boundary, num_bytes in traffic.items():
                 moved[boundary] += repeats * num_bytes

@@ -287,10 +287,9 @@ class _FakeStep(NamedTuple):
         """Run it in ``tiles``; "auto": as it is, and in each kind of tiles that the planner may choose, with a warning
         where that cannot be.
         """
-        if tiles != "auto":
-            with self.prepared() as prepared:
-                return self.traced(prepared, tiles)
         with self.prepared() as prepared:
+            if tiles != "auto":
+                return self.traced(prepared, tiles)
             shapes = {name: tuple(v.shape) for name, v in prepared.inputs.items() if isinstance(v, torch.Tensor)}
             choices = token_tiles.auto_tokens(prepared.model, count_tokens(shapes, prepared.model))
             whole = self.traced(prepared, None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import pytest
+import trl
 
 from gemini.jobs import JobError, parts
 from gemini.jobs.models import byte_tokenizer
@@ -215,7 +216,22 @@ def test_rows_of_several_datasets_are_refused_by_their_name(monkeypatch: pytest.
     rows = datasets.Dataset.from_dict({"text": ["some"]})
     monkeypatch.setattr(parts.trl, "get_dataset", lambda mixture: datasets.DatasetDict({"train": rows}))
     script = SimpleNamespace(dataset_name=None, dataset_train_split="train", dataset_test_split="test")
-    mixture = SimpleNamespace(datasets=["one", "another"], test_split_size=None)
+    mixture = trl.DatasetMixtureConfig(datasets=[{"path": "one"}, {"path": "another"}])
     args = SimpleNamespace(eval_on_start=False, eval_strategy="steps", seed=0, dataset_text_field="text")
     with pytest.raises(JobError, match="^datasets: there is no split 'test', but train"):
         parts.open_data("sft", script, mixture, args)
+
+
+def test_rows_of_several_datasets_are_held_out_by_the_seed(chats: Path) -> None:
+    """The same ones in every process, and when a run goes on, whatever the split is called."""
+    mixture = trl.DatasetMixtureConfig(
+        datasets=[{"path": "json", "data_files": str(chats)} for _ in range(2)], test_split_size=0.25
+    )
+    args = SimpleNamespace(eval_on_start=True, eval_strategy="no", seed=0, dataset_text_field="text")
+    found = []
+    for name in ("test", "test", "held_out"):
+        script = SimpleNamespace(dataset_name=None, dataset_train_split="train", dataset_test_split=name)
+        rows, held_out = parts.open_data("sft", script, mixture, args)
+        assert (len(rows), len(held_out)) == (60, 20)
+        found.append(held_out["messages"])
+    assert found[0] == found[1] == found[2]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -267,30 +268,25 @@ def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> 
         if all(new is old for new, old in zip(values, tree, strict=True)):
             return tree
         return kind(values) if kind in _OF_VALUES else kind._make(values)
-    if isinstance(tree, MutableMapping):
-        changed = {k: v for k, old in tree.items() if (v := _but(k, old, dtype, but)) is not old}
-        if not changed:
-            return tree
-        # A copy: the caller's batch keeps its dtypes.
-        made: Any = copy(tree)  # dicts, ModelOutput, BatchEncoding
-        if getattr(made, "data", None) is not None and made.data is getattr(tree, "data", None):
-            made.data = copy(made.data)
-        for key, value in changed.items():
-            made[key] = value
-        return made
-    if is_dataclass(tree) and not isinstance(tree, type):
-        values_of = {field.name: getattr(tree, field.name, None) for field in fields(tree)}
-        changed = {k: v for k, old in values_of.items() if (v := _but(k, old, dtype, but)) is not old}
+    put: Callable[[Any, Any, Any], None]
+    if isinstance(tree, MutableMapping):  # dicts, ModelOutput, BatchEncoding
+        held, put = tree, setitem
+    elif is_dataclass(tree) and not isinstance(tree, type):
         # Not `replace`, which calls __init__: it may want what no field keeps. Frozen ones are written to as well.
-        made = copy(tree) if changed else tree
-        for name, value in changed.items():
-            object.__setattr__(made, name, value)
-        return made
-    return tree
-
-
-def _but(key: Any, value: Any, dtype: torch.dtype, but: Collection[Any]) -> Any:
-    return value if isinstance(key, str) and key in but else cast_floats(value, dtype, but=but)
+        held, put = {field.name: getattr(tree, field.name, None) for field in fields(tree)}, object.__setattr__
+    else:
+        return tree
+    stay = {key for key in held if isinstance(key, str) and key in but}
+    changed = {k: v for k, old in held.items() if k not in stay and (v := cast_floats(old, dtype, but=but)) is not old}
+    if not changed:
+        return tree
+    # A copy: the caller's batch keeps its dtypes.
+    made = copy(tree)
+    if put is setitem and getattr(made, "data", None) is not None and made.data is getattr(tree, "data", None):
+        made.data = copy(made.data)
+    for key, value in changed.items():
+        put(made, key, value)
+    return made
 
 
 def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
