@@ -141,16 +141,21 @@ class Observer:
         self._sent = Counter[str]() if sent is None else sent
         self._hooks: list[Any] = []
         self.meter: Meter | None = None
-
-        # The step: what was seen of it, and whether none is under way.
-        self.step = ObservedStep()
         self.last: ObservedStep | None = None
-        self._resting = True
-        # The calls that run, with the paths of their modules, and the params that they have gathered.
         self._calls = Calls(self, self)
-        self._path_of: dict[CallRecord, str] = {}
-        self._gathered: Counter[int] = Counter()
         self.saved = SavedInputs(self)
+        self._outside = False
+        self._resting = True  # no step is under way
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Begin with a step of which nothing was seen."""
+        self.step = ObservedStep()
+        # The calls that run, with the paths of their modules, and the params that they have gathered.
+        self._calls.abandon()
+        self._calls.end_backward()
+        self._path_of: dict[CallRecord, str] = {}
+        self._gathered = Counter[int]()
         # The backward: whether it runs, and the innermost call whose backward does.
         self._in_backward = False
         self._inner: CallRecord | None = None
@@ -158,9 +163,7 @@ class Observer:
         # began, and the seconds since then that were not the model's.
         self._path = ""
         self._gradients: set[int] = set()
-        self._since = 0.0
-        self._away = 0.0
-        self._outside = False
+        self._away, self._since = 0.0, self.now()
 
     # ---- attaching ---------------------------------------------------------------------------------------------------
 
@@ -263,18 +266,9 @@ class Observer:
     def _begin_step(self) -> None:
         self.before_step()
         self._resting = False
-        self._calls.abandon()
-        self._calls.end_backward()
-        self._gathered.clear()
-        self._path_of.clear()
-        self._gradients.clear()
-        self._path = ""
-        self._in_backward = False
-        self._inner = None
-        self.step = ObservedStep()
         if self.meter is not None:
             self.meter.reset()
-        self._away, self._since = 0.0, self.now()
+        self._start_over()
 
     def end_step(self) -> None:
         """Forward and backward are over."""

@@ -367,14 +367,19 @@ class _Chooser:
         return Decision(trace, problem, placement, of_plan, offload)
 
     def _pose(self, trace: MemoryTrace, offload_activations: str | None, *, overlap: bool) -> Problem:
-        config, ranks = self._config, self._ranks
+        config, ranks, given = self._config, self._ranks, self._config.placement
+        activations = 0 if trace.source is Source.STRUCTURE else None  # None: those of the trace
+        if config.activations is not None:
+            activations = parse_bytes(config.activations)
+        elif isinstance(given, Plan):
+            activations = given.problem.activations
         problem = pose_problem(
             trace,
             self._budgets,
             precision=config.precision,
             gradients=config.gradients,
             compute=self._device.tier,
-            activations=_declared_activations(trace, config),
+            activations=activations,
             offload_activations=offload_activations,
             ranks=ranks.size,
             sharing=ranks.local_size,
@@ -454,15 +459,6 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
 def reduce_dtype(config: GeminiConfig) -> torch.dtype:
     """The dtype in which gradients are sent between ranks."""
     return COMPUTE_DTYPES[config.reduce_dtype or config.precision]
-
-
-def _declared_activations(trace: MemoryTrace, config: GeminiConfig) -> int | None:
-    """Bytes of activations as the user or the plan says; None for what the trace has, and 0 if it has none."""
-    if config.activations is not None:
-        return parse_bytes(config.activations)
-    if isinstance(config.placement, Plan):
-        return config.placement.problem.activations
-    return 0 if trace.source is Source.STRUCTURE else None
 
 
 # What is read together, before anything is known of a step: no work, no bytes and no batch. The engine reserves room
