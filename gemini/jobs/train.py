@@ -5,7 +5,6 @@ takes its part of every batch; rank 0 prints, writes, and chooses where to go on
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import math
@@ -127,15 +126,16 @@ class Run:
         """The model in its tiers, and the plan of it on the screen."""
         options, args, ours, size = self.options, self.options.args, self.options.ours, self.wire.size
         outline, lacking = outline_of(source, options)
+        is_built = isinstance(outline, nn.Module)
+        bare = outline if is_built else outline.model
+        config = replace(options.config, trace=trace_of(options, bare))
         if options.compiles:
-            _compile(outline)
-        config = replace(options.config, trace=trace_of(options, source))
+            _compile(bare)
         if number := num_beside(options):
             config = replace(config, memory=budget_for(config, number))
         mesh = mesh_of(ours, size, args.device.type)
         transformers.set_seed(args.seed)  # drawn weights must not depend on what ran before
         try:
-            is_built = isinstance(outline, nn.Module)
             model: Any = GeminiDDP(outline, config, mesh=mesh) if is_built else outline.manage(config, mesh=mesh)
         except BudgetExceeded as e:
             refusal = str(e).partition(" If it is only evaluated")[0].rstrip(".")
@@ -295,9 +295,9 @@ def outline_of(source: ModelSource, options: Options) -> tuple[Any, list[str]]:
         return skeleton, sorted(info["missing_keys"])
 
 
-def _compile(model: Any) -> None:
+def _compile(model: nn.Module) -> None:
     try:
-        compile_blocks(model if isinstance(model, nn.Module) else model.model)
+        compile_blocks(model)
     except gemini.GeminiError as e:
         raise JobError(f"--torch_compile: {e}") from e
 
@@ -316,30 +316,36 @@ def num_beside(options: Options) -> float:
     return 0
 
 
-def trace_of(options: Options, source: ModelSource) -> gemini.MemoryTrace | None:
-    """One micro-batch of the job's step, traced on fake tensors; None where nobody asks how large it is."""
+def trace_of(options: Options, model: Any) -> gemini.MemoryTrace | None:
+    """One micro-batch of the job's step of ``model`` (which needs no values), traced on fake tensors; None where nobody
+    asks how large it is.
+    """
     args, ours, kind = options.args, options.ours, options.kind
     is_asked_for = args.device.type == "cuda" or ours.fastest
     if not is_asked_for or ours.plan is not None or ours.activations is not None:
         return None
     if ours.ep > 1 or kind in ("grpo", "rloo", "distillation"):
         raise JobError(f"gemini {kind} needs --activations, such as 4GiB: such a step is not traced ahead.")
-    config = copy.deepcopy(source.config)
-    if options.model.attn_implementation not in (None, "auto"):
-        config._attn_implementation = options.model.attn_implementation
     rows = args.per_device_train_batch_size * (2 if kind in ("dpo", "reward") else 1)  # of pairs
-    longest = args.max_length or getattr(config.get_text_config(), "max_position_embeddings", None)
+    config: Any = model.config.get_text_config()
+    longest = args.max_length or getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise JobError(
-            f"gemini {kind} of a {config.model_type} without positions, which say no length: --max_length N."
+            f"gemini {kind} of a {model.config.model_type} without positions, which say no length: --max_length N."
         )
-    ids = torch.empty(rows, longest, dtype=torch.int64, device="meta")
-    with refusing(f"gemini {kind}: its step cannot be traced"):
+    batch = {"input_ids": torch.empty(rows, longest, dtype=torch.int64, device="meta")}
+    loss, pad = None, getattr(config, "pad_token_id", None)
+    if kind == "reward":  # a number for each row, from where it is not padded any more: the trainer makes the loss
+        loss, pad = lambda found: found.logits.mean(), pad or 0
+    else:
+        batch["labels"] = batch["input_ids"]
+    with refusing(f"gemini {kind}: its step cannot be traced"), replaced(config, "pad_token_id", pad):
         trace = gemini.trace(
-            config,
-            {"input_ids": ids, "labels": ids},
+            model,
+            batch,
             precision=options.config.precision or "fp32",
             checkpointing="non-reentrant" if args.gradient_checkpointing else None,
+            loss=loss,
             tile_tokens=ours.tile_tokens,
             kept_blocks="auto" if ours.fastest else 0,
             fp16_accumulation=ours.fp16_accumulation,

@@ -253,7 +253,8 @@ class Attend:
         """Compute like transformers: ``query`` is batch x heads x tokens of this rank x width, and so are ``key``
         and ``value``, of as many heads or fewer; the result is batch x tokens x heads x width.
         """
-        if not self.in_forward and not torch.is_grad_enabled():  # what is computed again in backward has gradients
+        # What checkpointing computes again is inside of a backward.
+        if not self.in_forward and torch._C._current_graph_task_id() == -1:
             raise GeminiError(
                 "a part of a model under context parallel was called by itself: call the whole model, with a batch "
                 "of gemini.sequence_batch, or (without gradients) with whole sequences"

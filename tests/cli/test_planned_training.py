@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 import yaml
 from rich.console import Console
 
 import gemini
 from gemini.jobs import JobError
 from gemini.jobs.models import find_model
-from gemini.jobs.train import Run, trace_of
+from gemini.jobs.train import Run, outline_of, trace_of
 from gemini.jobs.train_options import Parser, options_of
 from gemini.planning.traffic import by_name
 from tests.cli.commands import Command, flat, llama_config, same_weights
@@ -152,7 +154,7 @@ def test_a_step_on_a_gpu_is_traced_in_its_order(order: str, text: Path, tmp_path
     words += ["--gradient_accumulation_steps", 4, "--output_dir", tmp_path / "out"]
     options = options_of(Parser("sft").read([*map(str, words)]))
     with mock.patch.object(type(options.args), "device", torch.device("cuda")):
-        trace = trace_of(options, find_model(str(config)))
+        trace = trace_of(options, outline_of(find_model(str(config)), options)[0].model)
     assert trace is not None and trace.micro_batches == (4 if order == "bfs" else 1)
 
 
@@ -173,11 +175,39 @@ def test_a_step_that_cannot_be_traced_on_a_gpu_is_refused(
     words = ["--model_name_or_path", config, "--dataset_name", text, "--output_dir", tmp_path / "out", *more]
     options = options_of(Parser("sft").read([*map(str, words), "--max_length", "16"]), 3)
     options.args.max_length = 16 if more else None  # as of YAML that says null
+    outline = outline_of(find_model(str(config)), options)[0].model
     with (
         mock.patch.object(type(options.args), "device", torch.device("cuda")),
         pytest.raises(JobError, match=refusal),
     ):
-        trace_of(options, find_model(str(config)))
+        trace_of(options, outline)
+
+
+@pytest.mark.parametrize("kind", ["reward", "sft"])
+def test_what_is_traced_on_a_gpu_is_the_model_that_is_trained(
+    kind: str, tiny_config: Path, text: Path, tmp_path: Path
+) -> None:
+    """With its own head, and with its adapters."""
+    pytest.importorskip("peft")
+    model, more = tmp_path / "model", ["--use_peft", "--lora_target_modules", "all-linear"] * (kind == "sft")
+    config = transformers.AutoConfig.from_pretrained(tiny_config)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    words = [
+        "--model_name_or_path",
+        model,
+        "--dataset_name",
+        text,
+        "--output_dir",
+        tmp_path / "out",
+        "--use_cpu",
+        *more,
+    ]
+    options = options_of(Parser(kind).read([*map(str, words), "--max_length", "16"]))
+    outline, _ = outline_of(find_model(str(model)), options)
+    with mock.patch.object(type(options.args), "device", torch.device("cuda")):
+        trace = trace_of(options, outline.model)
+    assert trace is not None and trace.moments
+    outline.manage(replace(options.config, device="cpu", trace=trace))  # which compares them
 
 
 def test_a_lora_is_trained_by_its_plan(gemini_command: Command, tiny_config: Path, text: Path, tmp_path: Path) -> None:

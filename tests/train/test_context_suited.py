@@ -99,8 +99,12 @@ def test_a_part_of_the_model_alone_and_models_that_borrow_its_config() -> None:
     model: Any = llama()
     ContextParallel(model, ImaginedExchange(2, Counter())).put()
     ids = torch.ones(1, 4, dtype=torch.int64)
-    with torch.no_grad(), pytest.raises(GeminiError, match="a part of a model under context parallel was called by"):
-        model.model(ids)
+    for with_gradients in (False, True):  # whole sequences were taken for parts: other ranks got other hidden states
+        with (
+            torch.set_grad_enabled(with_gradients),
+            pytest.raises(GeminiError, match="a part of a model .* was called by"),
+        ):
+            model.model(ids)
     assert model.config._attn_implementation == "gemini_context_sdpa"
     with torch.no_grad():
         assert model(ids).logits.shape == (1, 4, 64), "whole sequences are for evaluation"
@@ -113,8 +117,10 @@ def test_a_part_of_the_model_alone_and_models_that_borrow_its_config() -> None:
 @pytest.mark.parametrize("name", ["position_bias", "s_aux", "sliding_window"])
 def test_attention_that_is_told_more_than_parts_know(name: str) -> None:
     x = torch.ones(1, 4, 2, 8)
+    attend = Attend(ImaginedExchange(2, Counter()), "sdpa")
+    attend.in_forward = True
     with pytest.raises(GeminiError, match="which context parallel does not divide"):
-        Attend(ImaginedExchange(2, Counter()), "sdpa")(nn.Linear(1, 1), x, x, x, None, **{name: torch.ones(1)})
+        attend(nn.Linear(1, 1), x, x, x, None, **{name: torch.ones(1)})
 
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
