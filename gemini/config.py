@@ -120,6 +120,17 @@ class GeminiConfig:
         if self.step == "fastest":
             for name in ("kept_blocks", "offload_activations"):
                 object.__setattr__(self, name, "auto" if getattr(self, name) is None else getattr(self, name))
+        self._check_kinds()
+        self._check_together()
+        object.__setattr__(self, "keep_fp32", as_kept(self.keep_fp32))
+        if self.tile_tokens != "auto":
+            try:
+                object.__setattr__(self, "tile_tokens", as_tiles(tile_sizes(self.tile_tokens)))
+            except ValueError as e:
+                raise ValueError(f"tile_tokens= is {e}") from None
+
+    def _check_kinds(self) -> None:
+        """Refuse what is no value for its field, whatever the others say."""
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -134,12 +145,25 @@ class GeminiConfig:
         for name in ("overlap", "fp16_accumulation"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name}= is True or False, got {getattr(self, name)!r}")
+        if self.kept_blocks is not None:
+            check_kept(self.kept_blocks)
+        for name, count in (("max_chunk", self.max_chunk), ("update_threads", self.update_threads)):
+            if (type(count) is not int or count < 1) and (count is not None or name == "max_chunk"):
+                raise ValueError(f"{name}= is a positive number, got {count!r}")
+        policy: Any = self.eviction
+        if policy != "auto" and (isinstance(policy, type) or not hasattr(policy, "choose")):
+            raise TypeError(f'eviction= is "auto" or an object with choose(candidates, missing), got {policy!r}')
+        if spec_of(self.optimizer) is self.optimizer:
+            raise TypeError(f"optimizer= takes an update rule, got only the spec of one: {self.optimizer!r}")
+        if self.activations is not None:
+            parse_bytes(self.activations, what="activations=")
+
+    def _check_together(self) -> None:
+        """Refuse values that do not go together."""
         if self.fp16_accumulation and self.precision not in (None, "fp16"):
             raise ValueError(
                 f'fp16_accumulation=True with precision="{self.precision}": use precision="fp16", or leave it out'
             )
-        if self.kept_blocks is not None:
-            check_kept(self.kept_blocks)
         if self.kept_blocks == "auto" and (self.placement != "auto" or self.hardware is None):
             what = 'step="fastest"' if self.step == "fastest" else 'kept_blocks="auto"'
             raise ValueError(
@@ -147,12 +171,6 @@ class GeminiConfig:
                 "hardware=gemini.Hardware.from_json(...) of a file of `gemini doctor --measure --json FILE`, or "
                 'gemini.planning.hardware.load_hardware("rtx4090")'
             )
-        for name, count in (("max_chunk", self.max_chunk), ("update_threads", self.update_threads)):
-            if (type(count) is not int or count < 1) and (count is not None or name == "max_chunk"):
-                raise ValueError(f"{name}= is a positive number, got {count!r}")
-        policy: Any = self.eviction
-        if policy != "auto" and (isinstance(policy, type) or not hasattr(policy, "choose")):
-            raise TypeError(f'eviction= is "auto" or an object with choose(candidates, missing), got {policy!r}')
         if self.eviction != "auto" and isinstance(self.placement, Plan):
             raise ValueError(
                 "eviction= has no effect with placement=plan, which says what is evicted when: leave it out"
@@ -168,17 +186,7 @@ class GeminiConfig:
                 'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only '
                 'when every gradient is there. Use precision="bf16" or gradients="retain"'
             )
-        if spec_of(self.optimizer) is self.optimizer:
-            raise TypeError(f"optimizer= takes an update rule, got only the spec of one: {self.optimizer!r}")
         check_gradients(self.gradients, self.rule_spec)
-        object.__setattr__(self, "keep_fp32", as_kept(self.keep_fp32))
-        if self.tile_tokens != "auto":
-            try:
-                object.__setattr__(self, "tile_tokens", as_tiles(tile_sizes(self.tile_tokens)))
-            except ValueError as e:
-                raise ValueError(f"tile_tokens= is {e}") from None
-        if self.activations is not None:
-            parse_bytes(self.activations, what="activations=")
 
     @property
     def eviction_policy(self) -> EvictionPolicy | None:

@@ -80,14 +80,10 @@ def _plan_whole(way: Way, status: Status) -> Answer:
             before = sum(way.play(plan).step_seconds for plan in others)
         report = planned(settings, machine, made, timeline, together=together, before=before)
     if found and made is not None:
-        chosen = {"options": options_of(way), "candidates": candidates, "played": len(found)}
         hours = None if timeline is None else 1e6 / timeline.tokens_per_second / 3600
+        chosen = {"options": options_of(way), "candidates": candidates, "played": len(found)}
         report["fastest"] = chosen | {"hours_per_million": hours, **run_by(way, made)}
-        for next_best in found[1 : RUNNERS_UP + 1]:
-            rate = None if timeline is None else report["tokens"] / next_best.seconds
-            least, less = "" if next_best.is_played else "at least ", 1 - found[0].seconds / next_best.seconds
-            words = f"{least}{less:.1%} less" if less >= 0 else f"at most {-less:.1%} more, which was not played"
-            report["alternatives"].append(_alternative(options_of(next_best.way), True, rate, words))
+        report["alternatives"] = _next_to(found, None if timeline is None else report["tokens"])
     elif settings.alternatives or (made is None and not settings.with_):
         for number, other in enumerate(_alternatives(way, made is not None, timeline), 1):
             report["alternatives"].append(other)
@@ -96,6 +92,17 @@ def _plan_whole(way: Way, status: Status) -> Answer:
 
 
 # ---- what else the machine could do ----------------------------------------------------------------------------------
+
+
+def _next_to(found: list[Found], tokens: float | None) -> list[Report]:
+    """The ways that come next to the first of ``found``, of steps of so many tokens (None: nobody asks how fast)."""
+    reports = []
+    for other in found[1 : RUNNERS_UP + 1]:
+        least, less = "" if other.is_played else "at least ", 1 - found[0].seconds / other.seconds
+        words = f"{least}{less:.1%} less" if less >= 0 else f"at most {-less:.1%} more, which was not played"
+        rate = None if tokens is None else tokens / other.seconds
+        reports.append(_alternative(options_of(other.way), True, rate, words))
+    return reports
 
 
 def _alternative(options: str, fits: bool | None, tokens_per_second: float | None, result: str = "") -> Report:
@@ -162,15 +169,15 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
     found, refusals = _played(over, candidates, each_kind=is_auto)
     if is_auto and found and found[0].sizes.pp > 2:  # to compare meshes it was played with one stage of a kind
         found[0] = over.play(found[0].sizes, found[0].micro_batches)
-    made = timeline = best = None
-    if not found:  # where it fits on none, the first one is told
-        sizes, micro_batches, refusal = refusals[0]
-        trace = way.trace(tp=sizes.tp, cp=sizes.cp)
-        report = refused(settings, machine, trace, refusal)
-    else:
-        best, sizes, micro_batches = found[0], found[0].sizes, found[0].micro_batches
-        trace, made, timeline = way.trace(tp=sizes.tp, cp=sizes.cp), best.slowest.plan, best.slowest.timeline
+    best, made, timeline = found[0] if found else None, None, None
+    # Where it fits on none, the first one is told.
+    sizes, micro_batches = (best.sizes, best.micro_batches) if best else refusals[0][:2]
+    trace = way.trace(tp=sizes.tp, cp=sizes.cp)
+    if best:
+        made, timeline = best.slowest.plan, best.slowest.timeline
         report = planned(settings, machine, made, timeline, best=best)
+    else:
+        report = refused(settings, machine, trace, refusals[0][2])
     num_params = params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params
     report |= {
         "num_params": num_params,
@@ -178,22 +185,7 @@ def _plan_over_mesh(way: Way, status: Status) -> Answer:
         "ranks": sizes.ranks,
         "tokens": trace.tokens * micro_batches * sizes.shards,
         "accumulate": micro_batches,
-        "mesh": {
-            "mesh": _words_of(best) if best else str(sizes),
-            "stages": [
-                {
-                    "first_block": stage.blocks[0],
-                    "stop_block": stage.blocks[1],
-                    "num_params": stage.plan.trace.num_params,
-                    "held": named(stage.plan.bytes_per_tier),
-                    "seconds": stage.timeline.step_seconds,
-                }
-                for stage in (best.stages if best and sizes.pp > 1 else ())
-            ],
-            "bubble": best.bubble if best else 0.0,
-            "sent": dict(best.sent) if best else {},
-            "chosen": best is not None and is_auto,
-        },
+        "mesh": _told_of(sizes, best) | {"chosen": best is not None and is_auto},
         "alternatives": [
             _alternative(_words_of(o), True, o.tokens_per_second, f"{o.micro_batches} micro-batches")
             for o in found[1 : RUNNERS_UP + 1]
@@ -229,6 +221,23 @@ def _played(
     if unsuited is not None and not found and not refused:
         raise JobError(f"{over.words}: {unsuited}.") from unsuited
     return found, refused
+
+
+def _told_of(sizes: MeshSizes, best: MeshOutcome | None) -> Report:
+    """What is said of a mesh: its stages, and how its ranks wait for and send to each other; ``best``: if it fits."""
+    if best is None:
+        return {"mesh": str(sizes), "stages": [], "bubble": 0.0, "sent": {}}
+    stages = [
+        {
+            "first_block": stage.blocks[0],
+            "stop_block": stage.blocks[1],
+            "num_params": stage.plan.trace.num_params,
+            "held": named(stage.plan.bytes_per_tier),
+            "seconds": stage.timeline.step_seconds,
+        }
+        for stage in (best.stages if sizes.pp > 1 else ())
+    ]
+    return {"mesh": _words_of(best), "stages": stages, "bubble": best.bubble, "sent": dict(best.sent)}
 
 
 def _words_of(outcome: MeshOutcome) -> str:
@@ -303,15 +312,10 @@ class _OverMesh:
         settings = self._settings
 
         def make(trace: MemoryTrace, accumulate: int, order: str) -> Plan:
-            in_parts = sizes.pp > 1 or accumulate > 1
-            more = {
-                "gradients": settings.gradients or ("accumulate" if in_parts else "retain"),
-                "accumulate": accumulate,
-                "ranks": sizes.shards,
-            }
-            if order == "1f1b":  # some micro-batches wait at once, whose inputs no plan of one knows
-                more["offload_activations"] = None
-            return self._way.plan_for(trace, **more)
+            gradients = settings.gradients or ("accumulate" if sizes.pp > 1 or accumulate > 1 else "retain")
+            # 1f1b: some micro-batches wait at once, whose inputs no plan of one knows.
+            more = {"offload_activations": None} if order == "1f1b" else {}
+            return self._way.plan_for(trace, gradients=gradients, accumulate=accumulate, ranks=sizes.shards, **more)
 
         return play_mesh(
             self._way.trace(tp=sizes.tp, cp=sizes.cp),

@@ -165,13 +165,6 @@ def _step(
         waited["other stages"] = best.bubble
     written = by_name(plan.traffic).get("cpu->nvme", 0) * machine.sharing
     rated = figures.get("nvme_endurance")
-    # Model FLOPs utilization: the FLOP/s without what checkpointing computes again, as a share of the GPU's peak
-    # (Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311).
-    kind = plan.trace.arithmetic(plan.trace.precision)
-    peak = figures.get(f"gpu_flops_{'bf16' if kind == 'fp16' else kind}")
-    again = sum(moment.flops for moment in plan.trace.moments if moment.phase is Phase.RECOMPUTE)
-    of_all = sum(moment.flops for moment in plan.trace.moments)
-    is_known = peak is not None and machine.compute is Tier.GPU and not peak.source.startswith("measured")
     return {
         "schedule": settings.schedule,
         "seconds": seconds,
@@ -180,12 +173,24 @@ def _step(
         "flops_per_second": timeline.flops / seconds if seconds else 0.0,
         "busy": {track.value: s for track, s in sorted(timeline.busy.items(), key=lambda item: -item[1])},
         "waited": waited,
-        "mfu": timeline.flops * (1 - again / of_all) / seconds / peak.value
-        if is_known and peak and of_all and seconds
-        else None,
+        "mfu": _utilization(machine, plan.trace, timeline.flops / seconds) if seconds else None,
         "nvme_written": written,
         "steps_until_worn": None if rated is None or not written else int(rated.value / written),
     }
+
+
+def _utilization(machine: Machine, trace: MemoryTrace, flops_per_second: float) -> float | None:
+    """Model FLOPs utilization: the FLOP/s without what checkpointing computes again, as a share of the GPU's peak
+    (Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311); None where no peak is known.
+    """
+    assert machine.hardware is not None
+    kind = trace.arithmetic(trace.precision)
+    peak = machine.hardware.figures.get(f"gpu_flops_{'bf16' if kind == 'fp16' else kind}")
+    of_all = sum(moment.flops for moment in trace.moments)
+    if machine.compute is not Tier.GPU or peak is None or peak.source.startswith("measured") or not of_all:
+        return None
+    again = sum(moment.flops for moment in trace.moments if moment.phase is Phase.RECOMPUTE)
+    return flops_per_second * (1 - again / of_all) / peak.value
 
 
 FEW_STEPS = 100_000

@@ -19,9 +19,8 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     assert settings.config is not None
     settings.check()  # of a plan: only now it is known for what it is traced
     # The imports of seconds: a command line that is refused before does not pay for them.
-    from gemini.jobs.models import find_config, hush, lora_on
-    from gemini.tracing.ahead import FLASH, batch_for, model_class_for
-    from gemini.train.loading.skeleton import skeleton_from_config
+    from gemini.jobs.models import find_config, hush
+    from gemini.tracing.ahead import batch_for, model_class_for
 
     source = find_config(settings.config, settings.layers)
     config = source.config
@@ -30,17 +29,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     config.use_cache = False
     with refusing(f"{source.label} cannot be traced"):
         model_class = model_class_for(config)
-        if settings.attn_implementation not in (None, "auto"):
-            config._attn_implementation = settings.attn_implementation
-            if settings.attn_implementation == FLASH and not model_class._supports_flash_attn:
-                raise JobError(
-                    f"--attn-implementation {FLASH}: {model_class.__name__} has none in transformers. Leave it out."
-                )
-        model = config
-        if settings.lora is not None:
-            adapt = lora_on(settings.lora)
-            # As training wraps it: a plan knows params by their names.
-            model = adapt(skeleton_from_config(config, model_class=model_class).model, low_cpu_mem_usage=True)
+        model = _outline_of(settings, config, model_class)
         found = gemini.trace(
             model,
             batch_for(config, settings.batch_size, seq_len, model_class=model_class),
@@ -57,6 +46,23 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
         )
     found = replace(found, model=model_class.__name__)  # not that of adapters around it
     return with_4bit_base(found) if settings.load_in_4bit else found
+
+
+def _outline_of(settings: TraceSettings, config: Any, model_class: Any) -> Any:
+    """What is traced: ``config``, or a model of it with adapters, by whose names plans know params; neither has values.
+    JobError if it has not the attention that was asked for.
+    """
+    from gemini.jobs.models import lora_on
+    from gemini.tracing.ahead import FLASH
+    from gemini.train.loading.skeleton import skeleton_from_config
+
+    if settings.attn_implementation == FLASH and not model_class._supports_flash_attn:
+        raise JobError(f"--attn-implementation {FLASH}: {model_class.__name__} has none in transformers. Leave it out.")
+    if settings.attn_implementation not in (None, "auto"):
+        config._attn_implementation = settings.attn_implementation
+    if settings.lora is None:
+        return config
+    return lora_on(settings.lora)(skeleton_from_config(config, model_class=model_class).model, low_cpu_mem_usage=True)
 
 
 def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:

@@ -149,13 +149,19 @@ class Run:
         if getattr(model, "loss_type", "") is None:  # what transformers takes anyway; the Trainer counts tokens by it
             model.loss_type = "ForCausalLM"
         model.train()
+        self._say_model(model, source, lacking)
+        return model
+
+    def _say_model(self, model: Any, source: ModelSource, lacking: list[str]) -> None:
+        """Say what is trained, of which the params ``lacking`` were drawn, among how many, and the plan of it."""
+        args, ours, size = self.options.args, self.options.ours, self.wire.size
         params = list(model.parameters())
         # Two weights are in each byte of codes.
         count = sum(p.numel() * (2 if is_coded(p) else 1) for p in params)
         trained = sum(p.numel() for p in params if p.requires_grad)
         self._say(
             f"model: {source.label}, {count:,} params{'' if trained == count else f', {trained:,} of them trained'}, "
-            f"{config.precision}, {model.config._attn_implementation} attention"
+            f"{model._gemini_engine.config.precision}, {model.config._attn_implementation} attention"
         )
         if lacking:
             more = f" and {len(lacking) - 3:,} more" if len(lacking) > 3 else ""
@@ -164,7 +170,6 @@ class Run:
             batch = counted(size // (ours.tp * ours.cp) * args.per_device_train_batch_size, "sequence")
             self._say(f"{size} processes share the model and the memory; a batch of all of them has {batch}")
         self._say(f"plan{' of rank 0' if size > 1 else ''}: {model._gemini_engine.decision.plan}")
-        return model
 
     def _trainer(self, rows: Any, held_out: Any, tokenizer: Any, **more: Any) -> Any:
         """TRL's trainer of the managed model; JobError if it refuses its options, or a judge the data."""
