@@ -157,25 +157,10 @@ class MemoryBudget:
             if size is not None:
                 parse_bytes(size, what=f"MemoryBudget({tier.value}=)")
         for tier in FILED:
-            given = getattr(self, f"{tier.value}_path")
-            several = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-            if not all(isinstance(path, (str, os.PathLike)) for path in several):
-                raise TypeError(f"MemoryBudget({tier.value}_path=) is a path or a list of paths, got {given!r}")
-            if not all(map(str, several)) or (given is not None and not several):
-                raise ValueError(
-                    f"MemoryBudget({tier.value}_path={given!r}) names no directory; leave it out for no "
-                    f"{tier.spec.title} tier"
-                )
+            name = f"{tier.value}_path"
             # The dataclass is frozen, and everybody after this reads paths that exist as they stand.
-            paths = [Path(os.path.expanduser(path)) if str(path).startswith("~") else path for path in several]
-            twice = [path for number, path in enumerate(paths) if Path(path) in map(Path, paths[:number])]
-            if twice:
-                raise ValueError(f"MemoryBudget({tier.value}_path=) names {twice[0]} twice; name each directory once")
-            if isinstance(given, (list, tuple)):
-                object.__setattr__(self, f"{tier.value}_path", tuple(paths))
-            elif paths:
-                object.__setattr__(self, f"{tier.value}_path", paths[0])
-            elif (self.bytes_of(tier) or 0) > 0:
+            object.__setattr__(self, name, _paths_in(getattr(self, name), name, tier.spec.title))
+            if not self.paths_of(tier) and (self.bytes_of(tier) or 0) > 0:
                 raise ValueError(
                     f"MemoryBudget({tier.value}={getattr(self, tier.value)!r}) needs {tier.value}_path=, the directory "
                     "for the spill file"
@@ -194,3 +179,19 @@ class MemoryBudget:
         """The directories over which the file of ``tier`` is striped; none where there is no such tier."""
         given: Any = getattr(self, f"{tier.value}_path")
         return () if given is None else given if isinstance(given, tuple) else (given,)
+
+
+def _paths_in(given: Any, name: str, title: str) -> Any:
+    """The path or paths that a budget was given as ``name``, with "~" replaced. Raises as :class:`MemoryBudget`."""
+    if given is None:
+        return None
+    several = given if isinstance(given, (list, tuple)) else [given]
+    if not all(isinstance(path, (str, os.PathLike)) for path in several):
+        raise TypeError(f"MemoryBudget({name}=) is a path or a list of paths, got {given!r}")
+    if not several or not all(map(str, several)):
+        raise ValueError(f"MemoryBudget({name}={given!r}) names no directory; leave it out for no {title} tier")
+    paths = [Path(os.path.expanduser(path)) if str(path).startswith("~") else path for path in several]
+    twice = [path for number, path in enumerate(paths) if Path(path) in map(Path, paths[:number])]
+    if twice:
+        raise ValueError(f"MemoryBudget({name}=) names {twice[0]} twice; name each directory once")
+    return tuple(paths) if isinstance(given, (list, tuple)) else paths[0]

@@ -8,7 +8,7 @@ not twice for each micro-batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.pipeline.course import course_of
+from gemini.pipeline.course import Course, course_of
 from gemini.pipeline.micro_batches import breadth_first
 from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
 from gemini.planning.parallel import balanced
@@ -118,26 +118,28 @@ class Pipeline:
                 f"{each * size} stages ({each} on each of {size} ranks) of {type(model).__name__}, which has {number} "
                 "blocks: give stages= a smaller number, or a mesh with a smaller pp"
             )
-        ranges = _of_first(balanced(course.flops, each * size), mesh)
-        if size > 1:
-            config = replace(config, trace=None)  # it is of the whole model
+        self._mesh, self._size, self._schedule, self._micro_batches = mesh, size, schedule, micro_batches
+        self._ranges = _of_first(balanced(course.flops, each * size), mesh)
         rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
-        numbers = range(rank, each * size, size)
-        own = [Stage(model, course, *ranges[i]) for i in numbers]
-        if mesh is None or size == 1:
-            self.model: Any = manage(model, config, mesh=mesh, fill=fill)
-        else:
-            of_stages = params_of_stages(model, course, ranges, size)
-            # While all of it is here: what is tied to another stage is cut alike.
-            whole = slices_of(model, mesh, is_filled=fill is None) or experts_of(model, mesh, is_filled=fill is None)
-            with left_out(model, own):
-                self.model = manage(model, config, mesh=mesh, of_stages=of_stages, whole=whole, fill=fill)
-        self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches
-        self._mesh, self._size, self._stages, self._numbers = mesh, size, own, list(numbers)
-        self._numbered = [Numbered(stage) for stage in own]
+        self._numbers = range(rank, each * size, size)
+        self._stages = [Stage(model, course, *self._ranges[i]) for i in self._numbers]
+        self.model = self._managed(model, config, fill, course)
+        self._numbered = [Numbered(stage) for stage in self._stages]
         self._width = course.width
         self._runner: tuple[Any, Any] | None = None
         self._no_sync, self._backwards_left = no_sync, 0
+
+    def _managed(self, model: nn.Module, config: GeminiConfig, fill: Fill | None, course: Course) -> Any:
+        """The model, or what of it the stages of this rank have."""
+        mesh = self._mesh
+        if mesh is None or self._size == 1:
+            return manage(model, config, mesh=mesh, fill=fill)
+        of_stages = params_of_stages(model, course, self._ranges, self._size)
+        # While all of it is here: what is tied to another stage is cut alike.
+        whole = slices_of(model, mesh, is_filled=fill is None) or experts_of(model, mesh, is_filled=fill is None)
+        config = replace(config, trace=None)  # it is of the whole model
+        with left_out(model, self._stages):
+            return manage(model, config, mesh=mesh, of_stages=of_stages, whole=whole, fill=fill)
 
     @classmethod
     def from_pretrained(
@@ -261,6 +263,7 @@ class Pipeline:
         return rows[(len(self._ranges) - 1) % self._size].to(self.model.device)
 
     def _runner_for(self, part: Mapping[str, Any]) -> Any:
+        """torch's schedule for micro-batches as long as ``part``; made anew where the last one was for others."""
         from torch.distributed import pipelining
 
         shape = (*_tokens_of(part).shape[:2], self._width)
@@ -274,15 +277,9 @@ class Pipeline:
         def hidden() -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
-        in_backward = self._in_backward
-
-        class ManagedStage(pipelining.PipelineStage):
-            def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-                with in_backward():
-                    return super().backward_one_chunk(*args, **kwargs)
-
+        kind = _stage_kind(self._in_backward)
         made = [
-            ManagedStage(
+            kind(
                 stage,
                 number,
                 len(self._ranges),
@@ -301,6 +298,18 @@ class Pipeline:
         )
         self._runner = shape, runner
         return runner
+
+
+def _stage_kind(in_backward: Callable[[], AbstractContextManager[None]]) -> Any:
+    """The class of torch's stages, each backward of which is inside of ``in_backward()``."""
+    from torch.distributed import pipelining
+
+    class ManagedStage(pipelining.PipelineStage):
+        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            with in_backward():
+                return super().backward_one_chunk(*args, **kwargs)
+
+    return ManagedStage
 
 
 def _tokens_of(part: Mapping[str, Any]) -> torch.Tensor:

@@ -116,6 +116,7 @@ def _save(
     directory: Any, model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, extra: Any, *, wait: bool
 ) -> PendingCheckpoint:
     engine = _engine(model)
+    make_draft, ranks = partial(_draft, engine, optimizer, scheduler, extra), engine.ranks
     with Attempt() as attempt:
         final = place_of(directory)
         refuse_injected(engine.state, model, is_root=True)
@@ -129,23 +130,9 @@ def _save(
             before.end(engine.write_observers)
         if not commits:
             check_target(final, directory)
-        # Before it is asked for gradients: those of a backward that broke off do not count.
-        engine.recovery.forget_interrupted()
-        engine.state.check_whole()
-        engine.state.check_masters("save_checkpoint")
-        if engine.backward.sink.has_gradients:
-            raise GeminiError(
-                "save_checkpoint between backward and step: gradients are not saved; call it after step()"
-            )
-        if not hasattr(scheduler, "state_dict"):
-            raise TypeError(
-                f"scheduler is a {type(scheduler).__name__}, which has no state_dict(): what else is to be kept goes "
-                "into extra="
-            )
-        make_draft = partial(_draft, engine, optimizer, scheduler, extra)
+        _refuse_unsaved(engine, scheduler)
         own = part_of(model, optimizer, engine.params, engine.by_names)
         draft = make_draft(own)
-    ranks = engine.ranks
     ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
     engine.shards.agree_on_folder(Point.SAVE_CHECKPOINT, "save_checkpoint", directory, attempt.refusal)
     if engine.params.of_stages:
@@ -160,6 +147,21 @@ def _save(
     else:
         pending.start(home, together, engine.store, engine.write_observers)
     return pending
+
+
+def _refuse_unsaved(engine: Engine, scheduler: Any) -> None:
+    """Refuse a model in whose state there is more than what is saved, or less, and a scheduler that tells no state."""
+    # Before it is asked for gradients: those of a backward that broke off do not count.
+    engine.recovery.forget_interrupted()
+    engine.state.check_whole()
+    engine.state.check_masters("save_checkpoint")
+    if engine.backward.sink.has_gradients:
+        raise GeminiError("save_checkpoint between backward and step: gradients are not saved; call it after step()")
+    if not hasattr(scheduler, "state_dict"):
+        raise TypeError(
+            f"scheduler is a {type(scheduler).__name__}, which has no state_dict(): what else is to be kept goes into "
+            "extra="
+        )
 
 
 def _home_of(engine: Engine, folder: Path, store: StoreFolder | None, draft: Draft) -> CheckpointHome:

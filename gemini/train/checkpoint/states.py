@@ -194,22 +194,28 @@ class Rest:
                     f"{list(saved.shape)}; here it is {param.dtype} {list(param.shape)}"
                 )
         self._scales = scales_in(model.named_parameters())
-        here, self._model_state = self._beside_params(), decode(manifest.buffers, values)
-        if params.of_stages:  # of all stages: those that are here too
-            self._model_state = {name: value for name, value in self._model_state.items() if name in here}
-        if manifest.version < 4:  # which have buffers alone, each by its first name
-            first = {id(here[name]): value for name, value in self._model_state.items() if name in here}
-            if unsaid := sorted(repr(name) for name, value in here.items() if id(value) not in first):
-                warn(f"{path} is of an older Gemini: {', '.join(unsaid)} of model.state_dict() are not in it, and stay")
-            others = {name: first.get(id(value), value) for name, value in here.items()}
-            self._model_state = others | self._model_state
-        self._rng, self.extra = decode(manifest.rng, values), decode(manifest.extra, values)
+        self._model_state = self._saved_beside_params(decode(manifest.buffers, values), is_stage=bool(params.of_stages))
+        self.extra = decode(manifest.extra, values)
         # More ranks than wrote it: the others keep their own generators.
-        self._rng = self._rng[engine.ranks.everyone.rank :][:1]
+        self._rng = decode(manifest.rng, values)[engine.ranks.everyone.rank :][:1]
         for states in self._rng:
             _try_rng_states(path, states)
         self._state = decode(manifest.scheduler, values)
         self._compare_scheduler(manifest.scheduler_kind)
+
+    def _saved_beside_params(self, saved: dict[str, Any], *, is_stage: bool) -> dict[str, Any]:
+        """What was saved of a model's state beside params, by the names of here."""
+        here = self._beside_params()
+        if is_stage:  # of all stages: those that are here too
+            saved = {name: value for name, value in saved.items() if name in here}
+        if self._manifest.version >= 4:
+            return saved
+        # Before, a checkpoint had buffers alone, each by its first name.
+        first = {id(here[name]): value for name, value in saved.items() if name in here}
+        if unsaid := sorted(repr(name) for name, value in here.items() if id(value) not in first):
+            path, names = self._path, ", ".join(unsaid)
+            warn(f"{path} is of an older Gemini: {names} of model.state_dict() are not in it, and stay")
+        return {name: first.get(id(value), value) for name, value in here.items()} | saved
 
     def _compare_scheduler(self, saved: str | None) -> None:
         """Raise PlanMismatch if the saved state is of another scheduler, by its kind or the names in it."""

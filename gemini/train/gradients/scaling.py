@@ -156,16 +156,11 @@ class Scaling:
         if scale is self.held is UNSCALED:
             return  # nothing there is a scaler's: no gradient need be looked at
         waiting = _to_be_used(self._params.handles)
-        left = [handle for handle in self._params.handles if handle.has_grad]
-        # By value only where gradients are there and it is another object: comparing values waits for the device.
-        is_other = bool(left or self._state.num_unreduced) and (
-            scale is not self.held and (UNSCALED in (scale, self.held) or scale.value != self.held.value)
-        )
         if not waiting and not self._state.num_unreduced:
-            if is_other:
+            left = [handle for handle in self._params.handles if handle.has_grad]
+            if left and self._is_other(scale):
                 self._gradients.discard(left)
-            self.held, self._unscaled = scale, set()
-            self.is_scaled = scale is not UNSCALED
+            self.held, self.is_scaled, self._unscaled = scale, scale is not UNSCALED, set()
             return
         if any(handle.name in self._unscaled for handle in waiting):
             raise GeminiError(
@@ -173,12 +168,17 @@ class Scaling:
                 "after the last backward of a step, and optimizer.zero_grad() after the step"
             )
         self._unscaled = set()
-        if is_other:
+        if self._is_other(scale):
             raise GeminiError(
                 f"gradients of an earlier backward are {_said(self.held)}, those of this one {_said(scale)}: they "
                 "cannot be added up. Scale every loss of a step by the same GradScaler, call its update() once at the "
                 "end of a step, and optimizer.zero_grad() where gradients are to be dropped"
             )
+
+    def _is_other(self, scale: Scale) -> bool:
+        """Whether gradients of ``scale`` cannot be added to those that are there."""
+        # By value only where it is another object: comparing values waits for the device.
+        return scale is not self.held and (UNSCALED in (scale, self.held) or scale.value != self.held.value)
 
     def _refuse_updates_inside(self) -> None:
         """Whether a scaled step is skipped is known only when all gradients are there."""

@@ -326,7 +326,20 @@ class DrawnModel(Skeleton):
         self._expected = [empties.get(key) for key in registered]
 
     def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:
-        pager, expected = Pager(homes), iter(self._expected)
+        """Build the model once more, into its homes, with the numbers that the first rank draws."""
+        pager = Pager(homes)
+        with generator_of_first(ranks), _registering(self._taken_over_by(pager)):
+            self.model = self._make()
+        # While the pager still serves: a copied layer is written home from memory.
+        self._swap_params(homes)
+        pager.finish()
+        # A buffer may hold what a constructor drew or measured on this rank alone.
+        ranks.take_from_first(dict(self.model.named_buffers()))
+        return self.model
+
+    def _taken_over_by(self, pager: Pager) -> Callable[[nn.Parameter], nn.Parameter]:
+        """Make what gives a param that has a home in the place of each that is registered."""
+        expected = iter(self._expected)
         # Weak, so that the id of a param that has gone may be another one's.
         seen = weakref.WeakValueDictionary[int, nn.Parameter]()
 
@@ -344,14 +357,7 @@ class DrawnModel(Skeleton):
             seen[id(ours)] = ours
             return ours
 
-        with generator_of_first(ranks), _registering(take_over):
-            self.model = self._make()
-        # While the pager still serves: a copied layer is written home from memory.
-        self._swap_params(homes)
-        pager.finish()
-        # A buffer may hold what a constructor drew or measured on this rank alone.
-        ranks.take_from_first(dict(self.model.named_buffers()))
-        return self.model
+        return take_over
 
     def _swap_params(self, homes: ByName) -> None:
         """Let every param of the model become the one its name has a home for."""

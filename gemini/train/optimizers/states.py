@@ -354,18 +354,17 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
         handle.num_steps, handle.restored, handle.waiting = int(state.get("step", 0)), -1, None
     if MASTER in state and by_names.rounds(handle):
         by_names.complete(handle, state[MASTER], None)
+    if RESIDUAL in state and RESIDUAL in handle.chunk.states:
+        by_names.complete(handle, state[RESIDUAL], int(state[RESIDUAL_OF]) if RESIDUAL_OF in state else None)
     for kind in handle.chunk.states:
-        plane = handle.chunk.planes[kind]
-        shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
-        if kind == RESIDUAL and kind in state:
-            by_names.complete(handle, state[kind], int(state[RESIDUAL_OF]) if RESIDUAL_OF in state else None)
-        elif kind in state:
-            # One number for the whole param, as `shown` has it: every block gets it.
-            is_number = plane.block != 1 and state[kind].dim() == 0
-            by_names.write_plane(handle, kind, state[kind].expand(shape) if is_number else state[kind])
         # Starting anew: zeros. The residual stays, since it is half of the master, which is the model's.
-        elif not state and kind != RESIDUAL:
-            by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(shape))
+        value = state.get(kind) if state else torch.zeros((), device="cpu")
+        if value is None or kind == RESIDUAL:
+            continue
+        plane = handle.chunk.planes[kind]
+        if not state or (plane.block != 1 and value.dim() == 0):  # one number for the whole param, as `shown` has it
+            value = value.expand(handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),))
+        by_names.write_plane(handle, kind, value)
     if state and EMA in handle.chunk.planes and EMA not in state:
         # Of steps before the model was wrapped: its average begins here, at the master that these have left.
         by_names.write_plane(handle, EMA, by_names.read(handle, torch.float32))
