@@ -190,11 +190,6 @@ class Recorder:
         self._flying.append(event)
         return event
 
-    def add(self, activity: Activity, start: float, stop: float) -> None:
-        """Its track worked from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over."""
-        with self._lock:
-            self._write(activity, start, stop)
-
     def held(self, tier: Tier, holders: Mapping[str, int]) -> None:
         """Note what some holders hold from now on: a ledger's ``on_change``, under its lock and on any thread."""
         with self._lock:
@@ -297,26 +292,29 @@ class Recorder:
             if current.track is not None:
                 if trains:
                     current.moment = self._moment()
-                self._write(current, thread.since, now)
+                self.add(current, thread.since, now)
             if trains and step is not None and current.track is not Track.COMPUTE:
                 step.stalls[current.cause] = step.stalls.get(current.cause, 0.0) + now - thread.since
         thread.since = now
 
-    def _write(self, activity: Activity, start: float, stop: float) -> None:
-        """Write down a span of the step it was in; what crosses the beginning of one is cut there. Under the lock."""
-        step, last = self._collecting, self._last
-        if step is None:
-            return
-        assert activity.track is not None
-        pieces = [(step, start, stop)]
-        if last is not None and last.next_start == step.start:
-            pieces.insert(0, (last, start, min(stop, step.start)))
-        for of, begin, end in pieces:
-            begin = max(begin, of.start)  # what was under way before a step is none of it
-            if begin < end:
-                label = activity.name, activity.moment, activity.chunk, activity.num_bytes
-                of.spans.append(Span(activity.track, begin - of.start, end - of.start, *label))
-                activity.num_bytes = 0  # what is interrupted has moved its bytes once
+    def add(self, activity: Activity, start: float, stop: float) -> None:
+        """Its track worked from ``start`` to ``stop`` by :attr:`clock`: a span of the step it was in; what crosses the
+        beginning of one is cut there.
+        """
+        with self._lock:
+            step, last = self._collecting, self._last
+            if step is None:
+                return
+            assert activity.track is not None
+            pieces = [(step, start, stop)]
+            if last is not None and last.next_start == step.start:
+                pieces.insert(0, (last, start, min(stop, step.start)))
+            for of, begin, end in pieces:
+                begin = max(begin, of.start)  # what was under way before a step is none of it
+                if begin < end:
+                    label = activity.name, activity.moment, activity.chunk, activity.num_bytes
+                    of.spans.append(Span(activity.track, begin - of.start, end - of.start, *label))
+                    activity.num_bytes = 0  # what is interrupted has moved its bytes once
 
     def _moment(self) -> int:
         """The number of the stretch of computing that is under way, or interrupted; -1 outside of them."""

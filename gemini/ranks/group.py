@@ -308,12 +308,10 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
         parts = along("pp", "tp", within=same_batch if stages.size == 1 else stages)
     if cuda:
         # NCCL's group beside gloo's: agreements and messages by name stay on the CPU. The wire of shards has one even
-        # where it has one rank: sums over replicas of whole chunks stay on the device with it.
-        wire.library = _collective(wire.global_ranks)
-        # Behind it on all ranks: these too are made by all of a group together.
-        for group in (context, experts):
-            if group.size > 1:
-                group.library = _collective(group.global_ranks)
+        # where it has one rank: sums over replicas of whole chunks stay on the device with it. In one order on all
+        # ranks: each is made by all of a group together.
+        for group in (wire, *(other for other in (context, experts) if other.size > 1)):
+            group.library = _collective(group.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     # Slices that the caller has cut are checkpoints of their own: nobody knows what the others have.

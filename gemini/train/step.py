@@ -354,12 +354,10 @@ class StepState:
 
     # ---- what computes ----------------------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """Enter a forward: its outermost module computes. Called under the lock of the books, as the next ones are."""
-        self.in_forward = self.computing = True
-
     def end_forward(self) -> None:
-        """Leave a forward: no module computes any more, in any thread."""
+        """Leave a forward: no module computes any more, in any thread. Called under the lock of the books, as the next
+        ones are.
+        """
         self.in_forward = False
         self._look()
 

@@ -23,7 +23,7 @@ from gemini.errors import PlanMismatch, warn
 from gemini.kernels import reference
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
-from gemini.planning.rules import BLOCK, compact, scale_of
+from gemini.planning.rules import compact, scale_of
 from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, TensorFile
 from gemini.train.checkpoint.write import PlanePart
 from gemini.train.observers import WriteObservers
@@ -77,7 +77,9 @@ def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]
     """The planes, as ``here`` has them, of elements whose saved planes ``read`` gives; they begin with a block."""
     there = {spec.kind: read(spec) for spec in saved.specs}
     n = there[WEIGHTS].numel()
-    made = {spec.kind: _empty(spec, n) for spec in here.specs}
+    made = {
+        spec.kind: torch.empty(spec.num_items(n), dtype=getattr(torch, spec.dtype), device="cpu") for spec in here.specs
+    }
     master = there[WEIGHTS] if saved.fp32 else torch.empty(n, dtype=torch.float32, device="cpu")
     # Through the fp32 master, whichever two forms these are.
     if not saved.fp32:
@@ -96,11 +98,6 @@ def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]
         else:
             reference.encode(values, made[kind], made[scale_of(kind)])
     return made
-
-
-def _empty(spec: PlaneSpec, numel: int) -> torch.Tensor:
-    assert spec.block in (1, BLOCK)
-    return torch.empty(spec.num_items(numel), dtype=getattr(torch, spec.dtype), device="cpu")
 
 
 class _SavedRange(NamedTuple):

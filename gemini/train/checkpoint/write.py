@@ -511,15 +511,12 @@ class PendingCheckpoint(WriteObserver):
                 # Its last piece: the chunk may change, unless a record names the slots that it lives in.
                 del waiting[index]
                 if index not in self._held:
-                    self._free(index)
-
-    def _free(self, index: int) -> None:
-        """Let a chunk change, and who waits for that go on."""
-        self._unsaved.pop(index).set()
+                    self._unsaved.pop(index).set()
 
     def _free_all(self) -> None:
-        for index in list(self._unsaved):
-            self._free(index)
+        """Let all chunks change, and who waits for that go on."""
+        while self._unsaved:
+            self._unsaved.popitem()[1].set()
 
 
 def pending_in(observers: WriteObservers) -> list[PendingCheckpoint]:

@@ -31,7 +31,7 @@ from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.movement.transfers import Held, Lane, Transfer
 from gemini.memory.store import ChunkStore
-from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS
+from gemini.planning.planes import GRAD, GRADS
 from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import Tier
 from gemini.train.gradients.homes import WAIT_FOR_LANDING, GradientHomes, adds_up
@@ -227,29 +227,9 @@ class GradientStore:
         straight = place.home is not None and not adding and (flat.is_cpu or kernels.leaves_sums_there(flat))
         if (flight := self.gathering) is not None and flight.begin is not None:
             flight.begin_copies()
-        by_host = not straight and place.summed is not None and self._land_by_host is not None
+        by_host = place.summed is not None and self._land_by_host is not None
         if straight or (by_host and self._by_worker.is_complete()):
-            with WHOLE:  # what is reserved, and held by nothing yet, would stay taken
-                if self.landing:
-                    self._reap()
-                waits = straight and num_to_come > 0 and self._is_held(chunk, place.of_chunk, NOBODY)
-                num_bytes = place.of_chunk if waits else flat.nbytes * self._is_held(chunk, flat.nbytes)
-                held = Held(self._ledger, self._device.tier, num_bytes, HOLDER)
-                flight = _Flight(chunk, held, self._device.stream_number())
-                flight.grads.append((handle, flat, place.home))
-                if waits:
-                    self.landing[flight] = self.gathering = flight
-                    flight.begin, handle.norm_sums = self._begin_straight, []
-                    return
-                if straight:
-                    self._begin_straight(flight)
-                else:
-                    self._begin_by_host(flight, place, adding)
-                self._transfers.add(flight)
-            if not num_bytes:
-                flight.give_way()
-                if self.synchronous or not self._behind:
-                    self.drain()
+            self._take_off(handle, flat, place, adding, num_to_come if straight else None)
             return
         if self.landing:
             self._reap()
@@ -261,6 +241,35 @@ class GradientStore:
         if adding:
             self.await_sums()  # it adds to what the worker may still be adding to
         handle.norm_sums = self.land_piece(chunk, flat, handle.slot.start, adding)
+
+    def _take_off(
+        self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool, num_to_come: int | None
+    ) -> None:
+        """Let a gradient leave the device without a worker: as it is, with ``num_to_come`` of its chunk if all of them
+        have room, or through the host, which adds it up (None).
+        """
+        chunk = handle.chunk
+        with WHOLE:  # what is reserved, and held by nothing yet, would stay taken
+            if self.landing:
+                self._reap()
+            waits = bool(num_to_come) and self._is_held(chunk, place.of_chunk, NOBODY)
+            num_bytes = place.of_chunk if waits else flat.nbytes * self._is_held(chunk, flat.nbytes)
+            held = Held(self._ledger, self._device.tier, num_bytes, HOLDER)
+            flight = _Flight(chunk, held, self._device.stream_number())
+            flight.grads.append((handle, flat, place.home))
+            if waits:
+                self.landing[flight] = self.gathering = flight
+                flight.begin, handle.norm_sums = self._begin_straight, []
+                return
+            if num_to_come is None:
+                self._begin_by_host(flight, place, adding)
+            else:
+                self._begin_straight(flight)
+            self._transfers.add(flight)
+        if not num_bytes:
+            flight.give_way()
+            if self.synchronous or not self._behind:
+                self.drain()
 
     def _is_held(self, chunk: Chunk, num_bytes: int, asking: frozenset[Turn] = _LANDING) -> bool:
         """Whether gradients may land behind backward: then their bytes are reserved."""
@@ -346,12 +355,9 @@ class GradientStore:
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The views in which gradients land, and what rounding loses; None where the device does not reach them."""
-        plane, error = chunk.planes[GRAD].device_view(start, stop), None
-        if GRAD_ERROR in chunk.planes:
-            error = chunk.planes[GRAD_ERROR].device_view(start, stop)
-            # Both or neither: the kernel that adds reads and writes the two together.
-            plane = None if error is None else plane
-        return plane, error
+        view, *lost = [plane.device_view(start, stop) for plane in _grad_planes(chunk)]
+        # Both or neither: the kernel that adds reads and writes the two together.
+        return (None, None) if lost and lost[0] is None else (view, lost[0] if lost else None)
 
     def _reap(self) -> bool:
         """Take note of landings that are over, in their order, which gives back their bytes: whether there were any.
@@ -420,13 +426,19 @@ class GradientStore:
         view, lost = self._views(chunk, at, at + flat.numel()) if chunk.planes[GRAD].in_memory else (None, None)
         if view is not None:
             return _keep(view, lost, flat, adding)
-        # Tile by tile through host staging. The same in every step, until the planes change:
+        # The same in every step, until the planes change.
         planes = chunk.prepared.get(GRADS) or chunk.prepared.setdefault(GRADS, _grad_planes(chunk))
-        crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
         if self._land_by_host is not None and self._staging is None and self._mover.in_worker and flat.is_cuda:
             views = [plane.host_view(at, at + flat.numel()) for plane in planes]
             if all(view is not None for view in views):
                 return self._land_at_once(flat, views, adding)
+        return self._land_tiles(chunk, planes, flat, at, adding, after)
+
+    def _land_tiles(
+        self, chunk: Chunk, planes: list[Plane], flat: torch.Tensor, at: int, adding: bool, after: Event | None
+    ) -> kernels.Sums:
+        """Keep a piece of a gradient tile by tile, through host staging where a plane is in a file."""
+        crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
         sums: kernels.Sums = []
         with self._mover.about("gradient landing", f"land gradients of chunk {chunk.spec.index}", chunk.spec.index):
             numel = flat.numel()

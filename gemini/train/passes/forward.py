@@ -127,7 +127,7 @@ class ForwardPass:
                 record = self.calls.begin(module, chunks, keep)
                 # After the gathering: if that fails there is no call whose end could end the phase.
                 if not state.in_forward:
-                    state.begin_forward()
+                    state.in_forward = state.computing = True
                 if self._moves:
                     record.stream = self._device.stream_number()
                     self._manager.look_ahead()

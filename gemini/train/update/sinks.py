@@ -157,18 +157,16 @@ class GradientSink:
         """
         if not stepping_in_backward or self.transient or self.state.accumulating:
             return
-        ready: list[tuple[ParamHandle, Stepper]] = []
+        guessed, ready = list[tuple[ParamHandle, Stepper]](), list[tuple[ParamHandle, Stepper]]()
         for handle in self.params.by_chunk.get(chunk.spec.index, ()):
             optimizer = optimizer_of(handle.param) if handle.has_grad else None
             if optimizer is not None and optimizer.step_in_backward:
-                ready.append((handle, optimizer))
-        guessed = [of for of in ready if of[1].speculate]
+                (guessed if optimizer.speculate else ready).append((handle, optimizer))
         # Whatever else is updated in this chunk is no guess, and would be undone with them.
-        if len(guessed) == len(ready):
+        if not ready:
             if guessed:
                 self._guess(chunk, guessed)
             return
-        ready = [of for of in ready if not of[1].speculate]
         handles = [handle for handle, _ in ready]
         stop = self.updates.unseen.stop_for_landed(chunk, handles)
         # Nobody waits here for sums that are still made: the update that comes behind their landing looks at them.
