@@ -62,7 +62,7 @@ def plan(settings: PlanSettings, console: Console) -> int:
 def _plan_whole(way: Way, status: Status) -> Answer:
     """The step of a model that ranks share as params alone, perhaps with others that compute in turn, before it."""
     found, candidates = list[Found](), 0
-    if way.settings.chooses:
+    if way.settings.fastest or way.settings.kept_blocks == "auto":
         way, found, candidates = choose(way, status)
     status.update("choosing homes and moves ...")
     settings, machine, together, before = way.settings, way.machine, None, 0.0

@@ -411,11 +411,6 @@ class PlanSettings(_Step):
         """Gradients kept until the update: micro-batches one after another need sums, and those are in fp32."""
         return self.gradients or ("accumulate" if self.accumulate > 1 and self.order != "bfs" else "retain")
 
-    @property
-    def chooses(self) -> bool:
-        """Whether one of several steps is to be chosen."""
-        return self.fastest or self.kept_blocks == "auto"
-
     def traced(self, **more: Any) -> TraceSettings:
         """The step to trace."""
         asked = {option.name: getattr(self, option.name) for option in fields(_Step)}

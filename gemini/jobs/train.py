@@ -322,9 +322,7 @@ def num_beside(options: Options) -> float:
 
 
 def trace_of(options: Options, model: Any) -> gemini.MemoryTrace | None:
-    """One micro-batch of the job's step of ``model`` (which needs no values), traced on fake tensors; None where nobody
-    asks how large it is.
-    """
+    """One micro-batch of the step of ``model``, traced on fake tensors; None where nobody asks how large it is."""
     args, ours, kind = options.args, options.ours, options.kind
     is_asked_for = args.device.type == "cuda" or ours.fastest
     if not is_asked_for or ours.plan is not None or ours.activations is not None:

@@ -8,7 +8,7 @@ not twice for each micro-batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -277,9 +277,15 @@ class Pipeline:
         def hidden() -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
-        kind = _stage_kind(self._in_backward)
+        in_backward = self._in_backward
+
+        class ManagedStage(pipelining.PipelineStage):
+            def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+                with in_backward():
+                    return super().backward_one_chunk(*args, **kwargs)
+
         made = [
-            kind(
+            ManagedStage(
                 stage,
                 number,
                 len(self._ranges),
@@ -298,18 +304,6 @@ class Pipeline:
         )
         self._runner = shape, runner
         return runner
-
-
-def _stage_kind(in_backward: Callable[[], AbstractContextManager[None]]) -> Any:
-    """The class of torch's stages, each backward of which is inside of ``in_backward()``."""
-    from torch.distributed import pipelining
-
-    class ManagedStage(pipelining.PipelineStage):
-        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with in_backward():
-                return super().backward_one_chunk(*args, **kwargs)
-
-    return ManagedStage
 
 
 def _tokens_of(part: Mapping[str, Any]) -> torch.Tensor:

@@ -15,10 +15,10 @@ fp32 where the others are of two bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from gemini.planning.planes import ALIGN, PAGE, compute_itemsize, precision_of
 
@@ -153,42 +153,31 @@ def make_layout(
     if len({p.name for p in params}) != len(params):
         raise ValueError("the layout was given a param name twice; pass tied params once")
     chunks: list[ChunkSpec] = []
-
-    def align_of(spec: ParamSpec) -> int:
-        return max(align, PAGE) if spec.coded else align  # a byte per element
-
-    def room(spec: ParamSpec) -> int:
-        """Whole pages, and one for a param without elements too, so that no chunk is empty."""
-        return page_up(max(spec.numel, 1), align_of(spec))
-
-    def close(run: list[ParamSpec]) -> None:
-        start, slots, own = 0, [], align_of(run[0])
-        for spec in run:
-            slots.append(Slot(spec.name, start, spec.numel))
-            start += room(spec)
-        numel, first = page_up(start, ranks * own), run[0]
-        chunks.append(
-            ChunkSpec(len(chunks), tuple(slots), numel, first.trainable, own, first.exact, first.coded, first.fp32)
-        )
-
     for run in _runs(params):
-        total = sum(map(room, run))
-        pieces = -(-total // max_chunk)
-        piece: list[ParamSpec] = []
-        filled = done = num_closed = 0
-        for spec in run:
-            size = room(spec)
-            # The cut nearest to an even split; a param is never divided.
-            past_cut = (done + filled + size / 2) * pieces > total * (num_closed + 1)
-            if piece and (past_cut or filled + size > max_chunk):
-                close(piece)
-                num_closed += 1
-                done += filled
-                piece, filled = [], 0
-            piece.append(spec)
-            filled += size
-        close(piece)
+        first, own = run[0], max(align, PAGE) if run[0].coded else align  # codes have a byte per element
+        # Whole pages, and one for a param without elements too, so that no chunk is empty.
+        rooms = [page_up(max(spec.numel, 1), own) for spec in run]
+        for begin, end in _pieces(rooms, max_chunk):
+            *starts, stop = accumulate(rooms[begin:end], initial=0)
+            slots = [Slot(spec.name, at, spec.numel) for spec, at in zip(run[begin:end], starts, strict=True)]
+            kind = first.trainable, own, first.exact, first.coded, first.fp32
+            chunks.append(ChunkSpec(len(chunks), tuple(slots), page_up(stop, ranks * own), *kind))
     return Layout(tuple(chunks), ranks)
+
+
+def _pieces(rooms: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cut a run of params that need so much room into pieces: the first of each, and the first behind it."""
+    total = sum(rooms)
+    num_pieces = -(-total // most)
+    begin = filled = done = num_closed = 0
+    for number, room in enumerate(rooms):
+        # The cut nearest to an even split; a param is never divided.
+        past_cut = (done + filled + room / 2) * num_pieces > total * (num_closed + 1)
+        if filled and (past_cut or filled + room > most):
+            yield begin, number
+            begin, num_closed, done, filled = number, num_closed + 1, done + filled, 0
+        filled += room
+    yield begin, len(rooms)
 
 
 def _runs(params: Sequence[ParamSpec]) -> list[list[ParamSpec]]:

@@ -70,12 +70,11 @@ class Facts:
 
     def told(self) -> dict[str, Any]:
         """The values as the other ranks hear them: a column is a table of words by param."""
-        told = dict(self.values)
-        for what, column in self.values.items():
-            if isinstance(column, array):
-                words = _SAID.get(what, {})
-                told[what] = {name: words.get(v, str(v)) for name, v in zip(self.names, column, strict=True)}
-        return told
+        return {what: self._table(what, v) if isinstance(v, array) else v for what, v in self.values.items()}
+
+    def _table(self, what: str, column: array[Any]) -> dict[str, str]:
+        words = _SAID.get(what, {})
+        return {name: words.get(value, str(value)) for name, value in zip(self.names, column, strict=True)}
 
 
 def value_facts(values: Iterable[tuple[str, torch.Tensor]]) -> Facts:

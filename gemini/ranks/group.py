@@ -154,14 +154,6 @@ class Ranks:
     slice_: str = ""
 
     @property
-    def rank(self) -> int:
-        return self.wire.rank
-
-    @property
-    def size(self) -> int:
-        return self.wire.size
-
-    @property
     def is_one_model(self) -> bool:
         """Whether all ranks of the job together have one model, of which it is known what each of them has."""
         return self.writers is self.job
@@ -172,11 +164,6 @@ class Ranks:
         if self.experts.size > 1:
             return self.experts.rank == 0
         return self.parts.size == 1 or self.same_batch.rank == 0
-
-    @property
-    def reads_parts(self) -> bool:
-        """Whether this rank reads what it has of a model in parts, for an export; the others with the same serve it."""
-        return (self.wire if self.experts.size > 1 else self.everyone).rank == 0
 
     @property
     def is_cut(self) -> bool:
@@ -290,7 +277,9 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     def along(*dims: str, within: Wire | None = None) -> Wire:
         """The wire along ``dims``: ``within`` itself, if that has no other ranks."""
         ranks = ranks_along(mesh, *dims)
-        return within if within is not None and within.global_ranks == ranks else _wire(ranks, parent)
+        if within is not None and within.global_ranks == ranks:
+            return within
+        return Wire(make_subgroup(ranks, "gloo", _timeout(parent)) if len(ranks) > 1 else None)
 
     # The widest first: none of the ranks waits for one that waits for it.
     job = along(*names)
@@ -340,10 +329,6 @@ def _collective(ranks: list[int]) -> dist.ProcessGroup:
     program does on its own groups. It stays when the model ends, since NCCL's end waits for the other ranks.
     """
     return make_subgroup(ranks, "nccl")
-
-
-def _wire(ranks: list[int], parent: dist.ProcessGroup) -> Wire:
-    return Wire(make_subgroup(ranks, "gloo", _timeout(parent)) if len(ranks) > 1 else None)
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:

@@ -213,7 +213,7 @@ def _make_parts(built: Built, config: GeminiConfig, ranks: Ranks, rule: UpdateRu
         problem, follows = built.decision.problem, store.transfers.beside and ranks.context.size == 1
         shards = Shards(ranks, params, store, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows)
         company, sink = shards, Reduction(shards, sink, dtype=reduce_dtype(config), room=problem.in_flight)
-        if ranks.size > 1:
+        if ranks.wire.size > 1:
             store.manager.source = shards
     return Parts(
         params=params,

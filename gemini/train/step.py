@@ -355,9 +355,7 @@ class StepState:
     # ---- what computes ----------------------------------------------------------------------------------------------
 
     def end_forward(self) -> None:
-        """Leave a forward: no module computes any more, in any thread. Called under the lock of the books, as the next
-        ones are.
-        """
+        """Leave a forward: no module computes any more, in any thread. Under the books' lock, as the next ones."""
         self.in_forward = False
         self._look()
 

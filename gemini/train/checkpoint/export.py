@@ -78,7 +78,8 @@ def save_pretrained(
             if collects:
                 os.makedirs(folder, exist_ok=True)
     # Of slices and stages one rank each reads. To the end even after a failure: others send and serve every param.
-    for name, whole in _wholes(engine, dtype or compute, dtype) if ranks.is_cut and ranks.reads_parts else ():
+    reads = ranks.is_cut and (ranks.wire if ranks.experts.size > 1 else ranks.everyone).rank == 0
+    for name, whole in _wholes(engine, dtype or compute, dtype) if reads else ():
         if collects and attempt.refusal is None:
             with attempt:
                 views[name] = places_in(folder, [(whole.shape, whole.dtype)])[0].copy_(whole)

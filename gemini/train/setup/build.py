@@ -123,7 +123,7 @@ def _make_mover(device: Device, ledger: Ledger, problem: Problem, rule: UpdateRu
 def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
     """Say what moves beside training."""
     lanes = set(Lane) if config.overlap else set()
-    if ranks.size == 1:
+    if ranks.wire.size == 1:
         lanes.discard(Lane.REDUCE)
     if ranks.shares_params or device.tier is not Tier.GPU:
         lanes.discard(Lane.LANDING)  # what ranks add up lands behind that; elsewhere gradients are at home at once
@@ -149,7 +149,7 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
         for i in range(len(problem.layout.chunks))
         for kind, num_bytes in problem.durable_bytes(i).items()
     }
-    return StoreFolder(directories, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
+    return StoreFolder(directories, sizes, rank=ranks.wire.rank, ranks=ranks.wire.size, smallest=ranks.smallest)
 
 
 class PlannedForesight(Foresight):
@@ -309,7 +309,7 @@ def _make_params(
     cuts: Mapping[int, TensorSlice],
 ) -> ParamSet:
     """Make the handles, in the order of declaration; their views are still missing."""
-    size, rank = ranks.size, ranks.rank
+    size, rank = ranks.wire.size, ranks.wire.rank
     place_of = {
         slot.name: (chunk, slot, part_of(slot, chunk.spec.numel, size, rank))
         for chunk in chunks

@@ -381,7 +381,7 @@ class _Chooser:
             compute=self._device.tier,
             activations=activations,
             offload_activations=offload_activations,
-            ranks=ranks.size,
+            ranks=ranks.wire.size,
             sharing=ranks.local_size,
             replicas=ranks.replicas.size,
             reduce_itemsize=reduce_dtype(config).itemsize,
@@ -443,7 +443,7 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
     plan.check_settings(
         precision=config.precision,
         gradients=config.gradients,
-        ranks=ranks.size,
+        ranks=ranks.wire.size,
         max_chunk=config.max_chunk,
         compute=device.tier,
         rule=config.rule_spec,

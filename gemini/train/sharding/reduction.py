@@ -85,7 +85,7 @@ class Reduction(GradientSink):
         # the bytes that all of them may take.
         self._whole: dict[int, _WholeGradient] = {}
         self._dtype = dtype
-        self._scale = 1.0 / (self._ranks.size * self._ranks.replicas.size)
+        self._scale = 1.0 / (self._ranks.wire.size * self._ranks.replicas.size)
         self._room = room
         # Windows of gradients that were reduced, without memory, by their bytes.
         self._spare: dict[int, list[Window]] = {}
@@ -218,7 +218,7 @@ class Reduction(GradientSink):
         whole = self._whole[index]
         # All ranks bring the same dtype, or the script ends here.
         dtype = whole.flat.dtype
-        landing = _Landing(chunk, handles, adding, whole.flat, dict.fromkeys(range(self._ranks.size), dtype))
+        landing = _Landing(chunk, handles, adding, whole.flat, dict.fromkeys(range(self._ranks.wire.size), dtype))
         working = Working(self._mover.watch.moved, self._staging)
 
         def add_up() -> None:  # runs on the landing worker
@@ -290,7 +290,7 @@ class Reduction(GradientSink):
         else:
             self._partial.add(index)
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
-        senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
+        senders = {rank: dtypes[rank] for rank in range(self._ranks.wire.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
             self.gradients.homes.promote([chunk])
         transient = self.transient
@@ -319,7 +319,7 @@ class Reduction(GradientSink):
     ) -> tuple[torch.Tensor, list[torch.dtype]]:
         """Find out which gradients of a chunk each rank has (ranks x params), and in which dtype."""
         if all(request.subject == (Point.REDUCE, index) and request.detail & 1 for request in requests):
-            everything = torch.ones((self._ranks.size, len(handles)), dtype=torch.bool, device="cpu")
+            everything = torch.ones((self._ranks.wire.size, len(handles)), dtype=torch.bool, device="cpu")
             return everything, [_DTYPES[(request.detail & (1 << _PLAN) - 1) >> 1] for request in requests]
         names = set() if whole is None else whole.arrived
         dtype = self._dtype_of(self.store.chunks[index]) if whole is None else whole.flat.dtype
@@ -363,7 +363,7 @@ class Reduction(GradientSink):
         self, chunk: Chunk, handles: list[ParamHandle], flat: torch.Tensor, senders: Mapping[int, torch.dtype]
     ) -> None:
         """``gradients="transient"``: add up into this rank's section of the whole gradient, and update with that."""
-        section = flat.chunk(self._ranks.size)[self._ranks.rank]
+        section = flat.chunk(self._ranks.wire.size)[self._ranks.wire.rank]
         for handle in handles:
             self.gradients.apply_clip(handle)
             handle.norm_sums = None
@@ -528,7 +528,7 @@ class Reduction(GradientSink):
             return
         for handle in self.params.handles:
             if handle.norm_sums is not None:
-                handle.norm_sums = handle.norm_sums[self._ranks.rank : self._ranks.rank + 1]
+                handle.norm_sums = handle.norm_sums[self._ranks.wire.rank : self._ranks.wire.rank + 1]
         self.is_done = False
 
     def agree_on_step(self, optimizer: Stepper) -> None:

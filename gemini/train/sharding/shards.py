@@ -54,7 +54,7 @@ class Company:
     @property
     def divides(self) -> bool:
         """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
-        return self.ranks.size > 1
+        return self.ranks.wire.size > 1
 
     def agree(
         self,
@@ -124,7 +124,7 @@ class Shards(Company):
     ):
         super().__init__(ranks, store.mover)
         self.params = params
-        across = 0 if ranks.replicas.size == 1 else replica_scratch_bytes(ranks.size, exchange)
+        across = 0 if ranks.replicas.size == 1 else replica_scratch_bytes(ranks.wire.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         kind = Channel if ranks.wire.library is None else LibraryChannel
         self.num_exchanges = 0
@@ -137,7 +137,7 @@ class Shards(Company):
         self.reducing: Reduction
         """Adds up gradients when all ranks stand there; it sets itself here as it is made."""
         # Without a second rank, or where attention asks in between, nothing follows a script.
-        self._lanes = (Worker("collectives"), Worker("reduce")) if follows and ranks.size > 1 else ()
+        self._lanes = (Worker("collectives"), Worker("reduce")) if follows and ranks.wire.size > 1 else ()
         self.step: ScriptedStep | None = None
         """The script under way."""
         self.num_scripted = 0
@@ -156,18 +156,12 @@ class Shards(Company):
         """Count an optimizer step: what was sent since the last one is what the report shows."""
         self._num_steps += 1
         self.reducing.end_step()
-        total = self._sent()
-        self.sent_last_step = total - self._sent_before
-        self._sent_before = total
-
-    def _sent(self) -> Counter[str]:
-        """Bytes this rank has sent since the start, by collective."""
-        total: Counter[str] = Counter()
-        ranks = self.ranks
+        total, ranks = Counter[str](), self.ranks  # since the start, by collective
         for wire in {ranks.wire, ranks.everyone, ranks.replicas, ranks.context, ranks.experts}:
             for tag, num_bytes in wire.sent.items():
                 total["agreement" if tag in (Tag.HEADER, Tag.VALUES) else tag.name.lower()] += num_bytes
-        return total
+        self.sent_last_step = total - self._sent_before
+        self._sent_before = total
 
     # ---- a step that follows a script -------------------------------------------------------------------------------
 
@@ -285,7 +279,7 @@ class Shards(Company):
 
     def _tell_replicas(self, point: int, *details: int) -> list[list[int]]:
         """Hear where the ranks of one shard stand; always as many numbers, so that different points meet as well."""
-        said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")
+        said = torch.zeros(1 + self.ranks.wire.size, dtype=torch.int64, device="cpu")
         said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
         return self.ranks.replicas.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
 
@@ -314,7 +308,7 @@ class Shards(Company):
         chunk = self._chunks[index]
         chunk.settle()
         # If all want it an all-gather is the shortest way; else nobody may be made to hold a whole chunk.
-        if len(receivers) == self.ranks.size:
+        if len(receivers) == self.ranks.wire.size:
             chunk.fetched = self.channel.fetch(chunk)
             self.channel.gather(chunk)
         else:
