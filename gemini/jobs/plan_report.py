@@ -183,9 +183,8 @@ def _utilization(machine: Machine, trace: MemoryTrace, flops_per_second: float) 
     """Model FLOPs utilization: the FLOP/s without what checkpointing computes again, as a share of the GPU's peak
     (Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311); None where no peak is known.
     """
-    assert machine.hardware is not None
-    kind = trace.arithmetic(trace.precision)
-    peak = machine.hardware.figures.get(f"gpu_flops_{'bf16' if kind == 'fp16' else kind}")
+    kind, figures = trace.arithmetic(trace.precision), machine.hardware.figures if machine.hardware else {}
+    peak = figures.get(f"gpu_flops_{'bf16' if kind == 'fp16' else kind}")
     of_all = sum(moment.flops for moment in trace.moments)
     if machine.compute is not Tier.GPU or peak is None or peak.source.startswith("measured") or not of_all:
         return None

@@ -49,9 +49,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
 
 
 def _outline_of(settings: TraceSettings, config: Any, model_class: Any) -> Any:
-    """What is traced: ``config``, or a model of it with adapters, by whose names plans know params; neither has values.
-    JobError if it has not the attention that was asked for.
-    """
+    """The config, or a model with adapters, by whose names a plan knows params; JobError without such an attention."""
     from gemini.jobs.models import lora_on
     from gemini.tracing.ahead import FLASH
     from gemini.train.loading.skeleton import skeleton_from_config

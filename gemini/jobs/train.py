@@ -129,8 +129,7 @@ class Run:
         is_built = isinstance(outline, nn.Module)
         bare = outline if is_built else outline.model
         config = replace(options.config, trace=trace_of(options, bare))
-        if options.compiles:
-            _compile(bare)
+        _compile(bare, options)
         if number := num_beside(options):
             config = replace(config, memory=budget_for(config, number))
         mesh = mesh_of(ours, size, args.device.type)
@@ -144,8 +143,7 @@ class Run:
             if size == 1:
                 raise
             raise JobError(f"The model cannot be dealt out: {e}") from e
-        if options.compiles:
-            _compile(model)  # drawing builds the model anew
+        _compile(model, options)  # drawing builds the model anew
         if getattr(model, "loss_type", "") is None:  # what transformers takes anyway; the Trainer counts tokens by it
             model.loss_type = "ForCausalLM"
         model.train()
@@ -300,9 +298,10 @@ def outline_of(source: ModelSource, options: Options) -> tuple[Any, list[str]]:
         return skeleton, sorted(info["missing_keys"])
 
 
-def _compile(model: nn.Module) -> None:
+def _compile(model: nn.Module, options: Options) -> None:
     try:
-        compile_blocks(model)
+        if options.compiles:
+            compile_blocks(model)
     except gemini.GeminiError as e:
         raise JobError(f"--torch_compile: {e}") from e
 
@@ -336,16 +335,14 @@ def trace_of(options: Options, model: Any) -> gemini.MemoryTrace | None:
         raise JobError(
             f"gemini {kind} of a {model.config.model_type} without positions, which say no length: --max_length N."
         )
-    batch = {"input_ids": torch.empty(rows, longest, dtype=torch.int64, device="meta")}
-    loss, pad = None, getattr(config, "pad_token_id", None)
+    ids, pad = torch.empty(rows, longest, dtype=torch.int64, device="meta"), getattr(config, "pad_token_id", None)
+    loss, labels = None, {"labels": ids}
     if kind == "reward":  # a number for each row, from where it is not padded any more: the trainer makes the loss
-        loss, pad = lambda found: found.logits.mean(), pad or 0
-    else:
-        batch["labels"] = batch["input_ids"]
+        loss, labels, pad = lambda found: found.logits.mean(), {}, pad or 0
     with refusing(f"gemini {kind}: its step cannot be traced"), replaced(config, "pad_token_id", pad):
         trace = gemini.trace(
             model,
-            batch,
+            {"input_ids": ids, **labels},
             precision=options.config.precision or "fp32",
             checkpointing="non-reentrant" if args.gradient_checkpointing else None,
             loss=loss,

@@ -292,9 +292,7 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     context = along("cp")
     experts = along("ep")
     copies = along("dp_replicate", within=replicas)
-    parts = Wire()
-    if in_parts:
-        parts = along("pp", "tp", within=same_batch if stages.size == 1 else stages)
+    parts = along("pp", "tp", within=same_batch if stages.size == 1 else stages) if in_parts else Wire()
     if cuda:
         # NCCL's group beside gloo's: agreements and messages by name stay on the CPU. The wire of shards has one even
         # where it has one rank: sums over replicas of whole chunks stay on the device with it. In one order on all

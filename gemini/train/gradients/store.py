@@ -245,9 +245,7 @@ class GradientStore:
     def _take_off(
         self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool, num_to_come: int | None
     ) -> None:
-        """Let a gradient leave the device without a worker: as it is, with ``num_to_come`` of its chunk if all of them
-        have room, or through the host, which adds it up (None).
-        """
+        """Let a gradient leave without a worker, with ``num_to_come`` others of its chunk; None: through the host."""
         chunk = handle.chunk
         with WHOLE:  # what is reserved, and held by nothing yet, would stay taken
             if self.landing:

@@ -482,8 +482,7 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
 
 
 def _check_state(rule: UpdateRule, state: Mapping[str, Any], param: nn.Parameter, name: str) -> None:
-    layout = layout_of(rule.spec, param)
-    wanted = ["step", *layout]
+    wanted = ["step", *layout_of(rule.spec, param)]
     missing = [key for key in wanted if key not in state]
     # What completes the weights may stand beside them.
     strange = [key for key in state if key not in {*wanted, "residual", RESIDUAL_OF, "master"}]
@@ -496,9 +495,7 @@ def _check_state(rule: UpdateRule, state: Mapping[str, Any], param: nn.Parameter
     if not (0 <= step < 2**53 and step == int(step)):
         raise ValueError(f"'step' of {name} is {step:g} in the loaded state: wanted a whole number, not negative")
     of_master = {"residual": (param.shape, torch.int16), "master": (param.shape, torch.float32)}
-    # As a state dict shows it: one number where a plane has it for every block.
-    layout |= {kind: (torch.Size(), layout[kind][1]) for kind in rule.uniform}
-    for kind, (shape, dtype) in {**of_master, **layout}.items():
+    for kind, (shape, dtype) in {**of_master, **shown_layout_of(rule, param)}.items():
         if kind in state:
             _check_tensor(state[kind], shape, dtype, f"{kind!r} of {name}")
 
@@ -526,6 +523,12 @@ def layout_of(rule: RuleSpec, param: torch.Tensor) -> dict[str, tuple[torch.Size
     }
     factors = shapes_of(rule.factors, param.shape)
     return layout | {name: (torch.Size(shape), torch.float32) for name, shape in factors.items()}
+
+
+def shown_layout_of(rule: UpdateRule, param: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The same as a state dict shows it: one number where a plane has it for every block."""
+    layout = layout_of(rule.spec, param)
+    return layout | {kind: (torch.Size(), layout[kind][1]) for kind in rule.uniform}
 
 
 def check_decay(group: Group, mine: Group, what: str) -> None:
