@@ -182,6 +182,7 @@ def test_what_is_put_back_is_listed() -> None:
         "num_key_value_groups",
         "training",
         "in_forward",
+        "pad_token_id",
         "module",
     }
     for path in SOURCES:
