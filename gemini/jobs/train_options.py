@@ -16,6 +16,7 @@ import trl
 from accelerate import ParallelismConfig
 
 from gemini.config import GeminiConfig, MemoryBudget
+from gemini.errors import counted
 from gemini.integrations.huggingface import check_args, with_rule
 from gemini.jobs import JobError, refusing
 from gemini.jobs.parts import is_text
@@ -198,7 +199,7 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
     if kind in ("dpo", "kto") and not (values.use_peft or values.sync_ref_model):
         unsaid["precompute_ref_log_probs"] = True  # by the model itself, before its first step: no second one in memory
     plan = None if values.plan is None else document.load(Path(values.plan), "--plan", Plan.from_json)
-    planned = {} if plan is None else step_of(plan)
+    planned = {} if plan is None else step_of(plan, rows_of(kind), values.plan)
     for name, value in (unsaid | planned).items():
         if name not in said:
             setattr(values, name, value)
@@ -257,12 +258,22 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes
     return config
 
 
-def step_of(plan: Plan) -> dict[str, Any]:
-    """The options that describe a plan's step."""
+def rows_of(kind: str) -> int:
+    """Rows that a model computes for one example of a batch."""
+    return 2 if kind in ("dpo", "reward") else 1  # of a pair
+
+
+def step_of(plan: Plan, rows: int, path: str) -> dict[str, Any]:
+    """The options that describe a plan's step, of so many ``rows`` for one example."""
     trace, rule = plan.trace, plan.problem.rule
     sizes = trace.batch.get("input_ids", ())
-    names = ("per_device_train_batch_size", "max_length")
-    return (dict(zip(names, sizes, strict=True)) if len(sizes) == 2 else {}) | {
+    if len(sizes) == 2 and sizes[0] % rows:
+        raise JobError(
+            f"--plan {path} is of {counted(sizes[0], 'row')} at a time, and here each example is {rows}: plan a "
+            f"multiple of that, --batch-size {sizes[0] + 1}."
+        )
+    step = {"per_device_train_batch_size": sizes[0] // rows, "max_length": sizes[1]} if len(sizes) == 2 else {}
+    return step | {
         "gradient_accumulation_steps": plan.accumulate * plan.trace.micro_batches,
         "order": "bfs" if plan.trace.micro_batches > 1 else "dfs",
         "gradient_checkpointing": bool(trace.checkpointing),

@@ -104,6 +104,20 @@ def test_the_step_of_a_plan_is_the_default(
     gemini_command.ok("sft", "--config", tmp_path / "same" / "gemini.yaml", "--output_dir", tmp_path / "again")
 
 
+def test_pairs_of_a_plan_are_half_its_rows(
+    planned: Path, tiny_config: Path, text: Path, gemini_command: Command
+) -> None:
+    """The model computes both rows of a pair, and the plan has room for as many rows as were planned."""
+    words = ["--model_name_or_path", str(tiny_config), "--dataset_name", str(text), "--plan", str(planned)]
+    words += ["--nvme_path", str(planned.parent)]
+    for kind, pairs in (("sft", 2), ("dpo", 1), ("reward", 1)):
+        assert options_of(Parser(kind).read([*words, "--use_cpu", "true"])).args.per_device_train_batch_size == pairs
+    step = ["--compute", "cpu", "--cpu", "2MiB", "--batch-size", 1, "--seq-len", 16, "--out", planned]
+    gemini_command.ok("plan", tiny_config, *step)
+    refused = gemini_command("dpo", *words)
+    assert "is of 1 row at a time, and here each example is 2: plan a multiple of that, --batch-size 2" in flat(refused)
+
+
 @pytest.fixture
 def by_block() -> Iterator[Any]:
     with (

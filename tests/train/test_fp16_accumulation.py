@@ -147,7 +147,7 @@ def test_it_is_refused_for_other_precisions(tmp_path: Path) -> None:
 def test_a_trace_of_other_sums_is_refused(tmp_path: Path) -> None:
     trace = gemini.trace(llama(), batch(), precision="fp16", target="cpu", fp16_accumulation=True)
     assert trace.fp16_accumulation and trace.from_json(trace.to_json()) == trace and "fp16_accumulation" in str(trace)
-    with pytest.raises(PlanMismatch, match="the trace has fp16_accumulation=True and the config False"):
+    with pytest.raises(PlanMismatch, match="the trace has fp16_accumulation=True, and this run has False"):
         wrap(tmp_path, llama(), precision="fp16", trace=trace)
     gemini.release(wrap(tmp_path, llama(), trace=trace, **HALF))
 

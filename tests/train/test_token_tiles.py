@@ -288,7 +288,7 @@ def test_auto_is_the_planners(tmp_path: Path) -> None:
     assert roomy(**batch(0)).logits is not None
     with pytest.raises(gemini.BudgetExceeded):
         gemini.GeminiDDP(make(), replace(base, tile_tokens=None))
-    with pytest.raises(gemini.PlanMismatch, match="the trace has tile_tokens=None and the config tile_tokens=512"):
+    with pytest.raises(gemini.PlanMismatch, match="the trace has tile_tokens=None, and this run has 512"):
         gemini.GeminiDDP(make(), replace(base, tile_tokens=512))
     with pytest.warns(UserWarning, match=r'tile_tokens="auto" has no effect: the size of the activations is not known'):
         gemini.GeminiDDP(make(), replace(base, trace=None))

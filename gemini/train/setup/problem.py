@@ -260,39 +260,47 @@ def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig
         # A trace may have been made without knowing what stays in fp32 here.
         trace = (config.trace or own).with_fp32({param.name for param in own.params if param.fp32})
         own.check_same_model(trace, what="the trace")
-    trace = _of_tiles(trace, config)
-    if config.kept_blocks == "auto":
-        if trace.source is not Source.AHEAD or (trace.all_kept is None and trace.checkpoint_bytes):
-            raise PlanMismatch(
-                'kept_blocks="auto" needs the step with no block kept and with all of them: pass '
-                'trace=gemini.trace(model, batch, kept_blocks="auto"), or say a number of blocks'
-            )
-    elif trace.source is Source.AHEAD and config.kept_blocks not in (None, trace.kept_blocks):
-        raise PlanMismatch(
-            f"the trace has kept_blocks={trace.kept_blocks} and the config kept_blocks={config.kept_blocks}, so its "
-            "activation memory is wrong for this run. Trace again, or leave it out here: then it is as in the trace"
+    if config.tile_tokens != "auto":
+        # A trace may hold the model both ways: as it is, and in tiles.
+        trace = next((form for form in trace.forms if form.tile_tokens == config.tile_tokens), trace)
+    elif trace.source is Source.STRUCTURE:
+        warn(
+            'tile_tokens="auto" has no effect: the size of the activations is not known. Pass a trace: '
+            'trace=gemini.trace(model, batch, tile_tokens="auto")'
         )
-    if trace.kernels and not computes_with_liger(structure.model):
+    _check_step(trace, structure.model, config, ranks.context.size)
+    if structure.read_as_a_whole:  # they read more at once than any trace
+        read = {*trace.read_together, *(moment.params for moment in own.moments)}
+        trace = replace(trace, read_together=tuple(sorted(read)))
+    return trace
+
+
+def _check_step(trace: MemoryTrace, model: nn.Module, config: GeminiConfig, parts: int) -> None:
+    """Raise PlanMismatch for a trace of another step than this run's, with ``parts`` of each sequence."""
+    is_ahead = trace.source is Source.AHEAD
+    if config.kept_blocks == "auto" and (not is_ahead or (trace.all_kept is None and trace.checkpoint_bytes)):
+        raise PlanMismatch(
+            'kept_blocks="auto" needs the step with no block kept and with all of them: pass '
+            'trace=gemini.trace(model, batch, kept_blocks="auto"), or say a number of blocks'
+        )
+    if trace.kernels and not computes_with_liger(model):
         raise PlanMismatch(
             f"the trace is of a model with {trace.kernels}'s kernels, and this one computes without them, so its "
             "activation memory is wrong for this run. TrainingArguments(use_liger_kernel=True) or liger_kernel's "
             "apply_liger_kernel_to_...() puts them in; or trace without kernels="
         )
-    if trace.source is Source.AHEAD and trace.fp16_accumulation != config.fp16_accumulation:
-        raise PlanMismatch(
-            f"the trace has fp16_accumulation={trace.fp16_accumulation} and the config {config.fp16_accumulation}: say "
-            "the same in both, gemini.trace(..., fp16_accumulation=)"
-        )
-    parts = ranks.context.size
-    if trace.source is Source.AHEAD and trace.context_parallel != parts:
-        raise PlanMismatch(
-            f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}, so "
-            f"its activation memory is wrong for this run. Trace again with gemini.trace(..., context_parallel={parts})"
-        )
-    if structure.read_as_a_whole:  # they read more at once than any trace
-        read = {*trace.read_together, *(moment.params for moment in own.moments)}
-        trace = replace(trace, read_together=tuple(sorted(read)))
-    return trace
+    ours = {
+        "tile_tokens": trace.tile_tokens if config.tile_tokens == "auto" else config.tile_tokens,
+        "kept_blocks": trace.kept_blocks if config.kept_blocks in (None, "auto") else config.kept_blocks,
+        "fp16_accumulation": config.fp16_accumulation,
+        "context_parallel": parts,
+    }
+    for name, value in ours.items() if is_ahead else ():
+        if (theirs := getattr(trace, name)) != value:
+            raise PlanMismatch(
+                f"the trace has {name}={theirs!r}, and this run has {value!r}, so its activation memory is wrong here. "
+                f"Trace (and plan) again with gemini.trace(..., {name}={value!r}), or run what was traced"
+            )
 
 
 def computes_with_liger(model: nn.Module) -> bool:
@@ -413,29 +421,6 @@ class _Chooser:
 
 def _as_planned(plan: Plan) -> Decision:
     return Decision(plan.trace, plan.problem, plan.placement, plan, plan.offload_activations)
-
-
-def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
-    """The trace of the model as the config has it computed; for "auto" both, where there are both."""
-    wanted = config.tile_tokens
-    if trace.source is not Source.AHEAD:
-        if wanted == "auto" and trace.source is Source.STRUCTURE:
-            warn(
-                'tile_tokens="auto" has no effect: the size of the activations is not known. Pass a trace: '
-                'trace=gemini.trace(model, batch, tile_tokens="auto")'
-            )
-        return trace
-    if wanted == "auto":
-        return trace
-    # A trace may hold the model both ways: as it is, and in tiles.
-    for found in trace.forms:
-        if found.tile_tokens == wanted:
-            return found
-    raise PlanMismatch(
-        f"the trace has tile_tokens={trace.tile_tokens} and the config tile_tokens={wanted}, so the activation "
-        "memory in the trace is wrong for this run. Trace again with gemini.trace(..., tile_tokens=), or set the same "
-        'value here ("auto" takes the one of the trace or the plan)'
-    )
 
 
 def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device: Device, ranks: Ranks) -> None:
