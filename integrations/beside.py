@@ -43,14 +43,14 @@ def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: Gemin
     memory = SharedBudget.of(config.memory)
     memory.pool.at_once = True
     # What is of training only is as if it had not been given.
-    of_training = ("trace", "gradients", "activations", "states", "optimizer", "offload_activations", "tile_tokens")
+    of_step = "trace gradients activations states optimizer offload_activations tile_tokens kept_blocks step".split()
     defaults: dict[str, Any] = {field.name: field.default for field in fields(GeminiConfig)}
     frozen = replace(
         config,
         memory=replace(memory, durable=False),
         placement="auto" if isinstance(trained, GeminiDDP) else _lowest(plain, trained, config),
         keep_fp32=config.keep_fp32 if config.keep_fp32 is None else "auto",
-        **{name: defaults[name] for name in of_training},
+        **{name: defaults[name] for name in of_step},
     )
     for model in plain:
         name = type(model).__name__

@@ -166,6 +166,7 @@ FOR_THE_TIME_OF_A_CALL = {
     "torch.nn.functional.dropout": "trace: the same",
     "transformers.models.llama.modeling_llama.apply_rotary_pos_emb": "trace: kernels that need not be here",
     "trl.trainer.grpo_trainer.gather_object": "a step of a trainer: ranks leave the model first; gather, of others too",
+    "transformers.PreTrainedConfig.save_pretrained": "save_pretrained(dtype=): a config says what is written beside it",
 }
 """What is put back when a call of ours ends. Functions are other ones for the thread of that call alone."""
 

@@ -5,9 +5,10 @@ model that cannot fit: with the missing bytes and the cheapest change that would
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
@@ -229,11 +230,9 @@ class Problem:
             take(Tier.GPU, "staging", self.device_staging)
         if stages or gathers or self.durable or self.compute is Tier.GPU:  # what is committed from memory is staged
             take(Tier.CPU, "staging", self.staging)
-        if self.exchange:
-            take(Tier.CPU, "exchange", self.exchange)
-        if self.factors:
-            take(Tier.CPU, "factors", self.factors)
-        for tier in {Tier.CPU, self.compute} if self.temporaries else ():
+        take(Tier.CPU, "exchange", self.exchange)
+        take(Tier.CPU, "factors", self.factors)
+        for tier in {Tier.CPU, self.compute}:
             take(tier, "temporaries", self.temporaries)
         if self.offload_to is not None:
             take(self.offload_to, "saved activations", self.offloaded)
@@ -339,25 +338,8 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
                 f"StaticPlacement puts {fraction:.0%} on {tier.value}, which does not exist: give {remedy}"
             )
     homes: list[dict[PlaneKind, Tier]] = []
-
-    def assign(kinds: Sequence[PlaneKind], what: str) -> list[Tier]:
-        """The first chunks on the GPU, the last ones in files, the slowest of them last of all."""
-        weight = [sum(planes.get(kind, 0) for kind in kinds) for planes in problem.sizes]
-        total, share = sum(weight) or 1, {tier: static.share(what, tier) for tier in Tier}
-        tiers, before = [], 0
-        for size in weight:
-            middle = before + size / 2
-            home, end = Tier.GPU if middle < share[Tier.GPU] * total else Tier.CPU, 1.0
-            for tier in reversed(FILED):
-                end -= share[tier]
-                if home is Tier.CPU and middle > end * total:
-                    home = tier
-            tiers.append(home)
-            before += size
-        return tiers
-
-    weights = assign([WEIGHTS], "weights")
-    states = assign([*problem.rule.states, *GRADS], "optimizer")
+    weights = _by_share(problem, [WEIGHTS], "weights", static)
+    states = _by_share(problem, [*problem.rule.states, *GRADS], "optimizer", static)
     for planes, weights_home, states_home in zip(problem.sizes, weights, states, strict=True):
         homes.append({kind: weights_home if kind == WEIGHTS else states_home for kind in planes})
         if states_home in FILED:
@@ -367,6 +349,25 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
     return placement
 
 
+def _by_share(problem: Problem, kinds: Sequence[PlaneKind], what: str, static: StaticPlacement) -> list[Tier]:
+    """By chunk the home of these planes: the first ones on the GPU, the last in files, the slowest of these behind."""
+    sizes = [sum(planes.get(kind, 0) for kind in kinds) for planes in problem.sizes]
+    total, share, tiers = sum(sizes) or 1, {tier: static.share(what, tier) for tier in Tier}, list[Tier]()
+    for middle in _middles(sizes):
+        home, end = Tier.GPU if middle < share[Tier.GPU] * total else Tier.CPU, 1.0
+        for tier in reversed(FILED):
+            end -= share[tier]
+            if home is Tier.CPU and middle > end * total:
+                home = tier
+        tiers.append(home)
+    return tiers
+
+
+def _middles(sizes: Collection[int]) -> Iterator[float]:
+    """Where the middle of each lies, in bytes: what has its middle in a share belongs to that."""
+    return (end - size / 2 for size, end in zip(sizes, accumulate(sizes), strict=True))
+
+
 def _streamed(problem: Problem, homes: Sequence[Homes], fraction: float) -> frozenset[int]:
     """The first chunks of those whose states live in host memory: this fraction of the bytes of their states."""
     sizes: dict[int, int] = {}
@@ -374,12 +375,8 @@ def _streamed(problem: Problem, homes: Sequence[Homes], fraction: float) -> froz
         on_cpu = all(tier is Tier.CPU for kind, tier in planes.items() if kind != WEIGHTS)
         if problem.layout.chunks[index].trainable and on_cpu and can_stream(planes):
             sizes[index] = sum(n for kind, n in problem.sizes[index].items() if kind != WEIGHTS)
-    total, before, found = sum(sizes.values()), 0, set[int]()
-    for index, size in sizes.items():
-        if before + size / 2 < fraction * total:
-            found.add(index)
-        before += size
-    return frozenset(found)
+    wanted = fraction * sum(sizes.values())
+    return frozenset(index for index, middle in zip(sizes, _middles(sizes.values()), strict=True) if middle < wanted)
 
 
 def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:

@@ -73,8 +73,6 @@ class Update(NamedTuple):
 
     def pieces(self, count: int) -> tuple[Update, ...]:
         """The same in ``count`` equal parts, which together move just as many bytes."""
-        if count == 1:
-            return (self,)
         return tuple(
             Update(
                 tuple(_part(hop, number, count) for hop in self.reads),
@@ -125,8 +123,6 @@ class Work:
     def exchange(self, moment: int) -> tuple[Hop, ...]:
         """Messages of a moment's layers to their other slices, and to other parts of the sequences: computing waits."""
         traced = self.plan.trace.moments[moment]
-        if not traced.tp_bytes and not traced.cp_bytes:
-            return ()
         name = f"exchange of {traced.module or self.plan.trace.model}"
         sent = ((self._grid.slices, traced.tp_bytes, SLICES), (self._grid.parts, traced.cp_bytes, PARTS))
         return tuple(

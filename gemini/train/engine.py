@@ -11,16 +11,20 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
+from gemini.errors import warn
+from gemini.interrupts import WHOLE
 from gemini.ledger import Turn
 from gemini.memory.devices.device import Device, make_device
 from gemini.optim.around import rule_for
+from gemini.patches import sums_in_fp16
 from gemini.ranks.group import Ranks, join
 from gemini.ranks.wire import Wire
 from gemini.rules import UpdateRule
@@ -73,14 +77,17 @@ class Engine:
         device, in_stages = make_device(config.device), of_stages is not None
         on_cuda, rule = device.torch_device.type == "cuda", rule_for(config.optimizer, config.states, config.precision)
         self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=bool(cuts) or in_stages)
-        try:
+        # What has been made ends here if the rest cannot be: threads, connections and locks would else stay for as long
+        # as somebody keeps the error. In the reverse of this order: what moves bytes before the bytes that it moves.
+        with ExitStack() as opened:
+            opened.callback(self.ranks.close)
             if not self.ranks.are_alone:
                 # A collective, before anything is allocated: ranks that differ in model or config find out here.
                 prepare(structure, config, self.ranks, filled=is_filled, cuts=cuts, in_stages=in_stages)
-            self._make(structure, device, rule, cuts, of_stages or {})
-        except BaseException:
-            self.ranks.close()  # else its groups, with threads and connections, would stay as long as the process
-            raise
+            with WHOLE:
+                opened.enter_context(_sums(config, device))
+            self._make(structure, device, rule, cuts, of_stages or {}, opened)
+            self._opened = opened.pop_all()
 
     def _make(
         self,
@@ -89,11 +96,12 @@ class Engine:
         rule: UpdateRule,
         cuts: Mapping[int, TensorSlice] | None,
         of_stages: Mapping[str, StageParam],
+        opened: ExitStack,
     ) -> None:
         # Weak already here: what is made below must not keep the engine, which goes with its model.
         own, config, ranks = weakref.ref[Passes](self), self.config, self.ranks
         # Where the bytes are, and what moves them; then what computes with them, and the passes of a step.
-        built = build(structure, config, device, own, ranks, rule, cuts)
+        built = build(structure, config, device, own, ranks, rule, cuts, opened)
         self.decision = built.decision
         params = self.params = built.params
         params.of_stages = of_stages
@@ -105,7 +113,17 @@ class Engine:
         self.activations = parts.activations
         self.shards = parts.company
         self.by_names = by_names = parts.by_names
+        opened.callback(parts.company.close)
+        # After all that may still write to planes.
+        opened.callback(take_apart, store.chunks, params.handles)
+        for part in (parts.activations, store.manager, parts.updates):
+            opened.callback(part.close)
+        # The threads end here: from here on nobody but the one that closes touches a chunk.
+        opened.callback(store.transfers.close)
         self.forward = ForwardPass(parts, TrainedParams(params, store, parts.activations, config, rule.spec), own)
+        opened.callback(parts.saved_weights.close)  # its hooks are over those of activations
+        # A checkpoint that is being written reads chunks: it ends, or is given up, before they go.
+        opened.callback(parts.writes.close)
         self.backward = BackwardPass(parts)
         self.recovery = Recovery(parts, self.forward, self.backward)
         self.again = Again(parts, self.backward, self.recovery)
@@ -147,34 +165,25 @@ class Engine:
         self.activations.flights.in_turn = around is not None or not self.store.transfers.beside
 
     def close(self) -> None:
-        """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read. In
-        the reverse of the order of making: what moves bytes ends before the bytes that it moves.
-        """
-        # A checkpoint that is being written reads chunks: it ends, or is given up, before they go.
-        self.write_observers.close()
-        self.forward.close()  # its hooks are over those of activations
-        # The threads end here: from here on nobody but this one touches a chunk.
-        self.store.transfers.close()
-        for part in (self.updates, self.store.manager, self.activations):
-            part.close()
-        # After all that may still write to planes.
-        take_apart(self.store.chunks, self.params.handles)
-        self.shards.close()
-        self.ranks.close()
-        # Files last, when no plane looks into them.
-        for file in self.store.files.values():
-            file.close()
-        if self.store.durable is not None:
-            self.store.durable.close()
-        self.store.device.close()
-        self.store.ledger.close()
+        """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
+        self._opened.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # At the end of the interpreter the system takes everything back, and torch and this module may be half gone.
         # A forked child has nothing to give back: threads, pages and files are its parent's.
-        if not is_finalizing() and hasattr(self, "adoption") and not self.state.occupancy.is_forked:
+        if not is_finalizing() and hasattr(self, "_opened") and not self.state.occupancy.is_forked:
             with _disable_current_modes():  # garbage is collected in the middle of anything, of fake tensors too
                 self.close()
+
+
+def _sums(config: GeminiConfig, device: Device) -> AbstractContextManager[None]:
+    """Sum products in fp16 while there is an engine, if its config says so."""
+    if config.precision != "fp16":
+        return nullcontext()
+    card = torch.cuda.get_device_name(device.torch_device) if device.torch_device.type == "cuda" else "the CPU"
+    if config.fp16_accumulation and "GeForce" not in card:
+        warn(f"fp16_accumulation=True gains nothing on {card}: GeForce cards alone are quicker by it. Leave it out")
+    return sums_in_fp16(config.fp16_accumulation)
 
 
 def engine_of(model: Any) -> Engine:

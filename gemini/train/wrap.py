@@ -14,14 +14,12 @@ from itertools import chain
 from typing import Any
 
 import psutil
-import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import BudgetExceeded, human_bytes, warn
+from gemini.errors import BudgetExceeded, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.patches import sums_in_fp16
 from gemini.ranks.agree import Point
 from gemini.ranks.group import Ranks
 from gemini.sharing import joining
@@ -100,7 +98,7 @@ def manage(
         how: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "of_stages": of_stages, "cuts": cuts}
         with joining(config.memory):
             engine = Engine(structure, config, is_filled=is_filled, **how)
-            changes.append(_to_call(_choose_sums(engine)))
+            changes.append(_to_call(engine.close))  # else whoever keeps an error would keep its store in use
             if whole is not None:
                 changes.append(_to_call(whole.take_away))
             changes.append(_to_call(engine.adoption.give_back))
@@ -126,19 +124,6 @@ def manage(
             changes.undo(model)
         raise
     return model
-
-
-def _choose_sums(engine: Engine) -> Callable[[], None]:
-    """Sum products in fp16 while there is this engine, if its config says so; what ends that earlier is returned."""
-    stack, config, device = ExitStack(), engine.config, engine.store.device.torch_device
-    if config.precision == "fp16":
-        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-        if config.fp16_accumulation and "GeForce" not in card:
-            warn(f"fp16_accumulation=True gains nothing on {card}: GeForce cards alone are quicker by it. Leave it out")
-        with WHOLE:
-            stack.enter_context(sums_in_fp16(config.fp16_accumulation))
-            weakref.finalize(engine, stack.close).atexit = False
-    return stack.close
 
 
 def _put_on(

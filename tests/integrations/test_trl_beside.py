@@ -22,6 +22,7 @@ from gemini.integrations.beside import budget_for, manage_beside
 
 import gemini
 from gemini.integrations import trl as ours
+from gemini.planning.hardware import load_hardware
 from gemini.planning.together import evaluated, kept_bytes
 from gemini.tiers import Tier
 from tests.integrations.test_trl_sft import LORA, WORDS, tokenizer
@@ -298,6 +299,16 @@ def test_what_shares_params_or_cannot_be_managed_stays_plain(tmp_path: Path) -> 
     assert not is_managed(judge) and not is_managed(odd) and isinstance(found.memory, gemini.SharedBudget)
     with pytest.raises(gemini.BudgetExceeded, match="LlamaForCausalLM, which is evaluated beside"):
         manage_beside([other()], policy, replace(config, memory=gemini.MemoryBudget(cpu="10KiB")), None)
+
+
+def test_what_is_chosen_for_the_step_of_training_is_not_of_a_model_beside_it(tmp_path: Path) -> None:
+    """``step="fastest"`` takes no placement, which a model that is only evaluated has."""
+    judge, hardware = other(), load_hardware("rtx4090")
+    memory = budget(tmp_path, shared=False)
+    config = gemini.GeminiConfig("bf16", memory, device="cpu", hardware=hardware, step="fastest", kept_blocks=1)
+    found = manage_beside([judge], llama(), config, None)
+    assert is_managed(judge) and (found.step, found.kept_blocks) == ("fastest", 1)
+    assert world_of(judge).config.kept_blocks is None
 
 
 def test_what_stays_plain_is_brought_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

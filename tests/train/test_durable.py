@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import io
 import os
 import random
@@ -35,7 +34,9 @@ from gemini.memory.nvme import Extent
 from gemini.train import engine
 from gemini.train.checkpoint import write as checkpoint_write
 from gemini.train.checkpoint.durable import StoreHome, open_store
+from gemini.train.passes import hooks
 from gemini.train.setup import build
+from gemini.train.setup.adoption import Adoption
 from gemini.train.update import worker as update_worker
 from tests.crash_images import Judge, Log, content
 from tests.train.helpers import adam, assert_same_snapshot, batch, failing, gpt2, make_config, snapshot, train
@@ -432,13 +433,16 @@ def test_a_drive_that_cannot_hold_two_slots_is_said_when_the_model_is_wrapped(tm
     end(model)
 
 
-@pytest.mark.parametrize("part", [(build, "_make_chunk", 2), (engine, "Updates", 1)])
+PARTS = [(build, "_make_chunk", 2), (engine, "Updates", 1), (Adoption, "_become_view", 2), (hooks, "attach", 1)]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_a_wrap_that_breaks_off_lets_go_of_its_store(part: tuple[Any, str, int], tmp_path: Path) -> None:
     owner, name, number = part
-    with failing(owner, name, number, MemoryError()), pytest.raises(MemoryError):
+    with failing(owner, name, number, MemoryError()), pytest.raises(MemoryError) as kept:
         durable("disk", tmp_path)
-    gc.collect()
     model, _ = durable("disk", tmp_path)
+    assert kept.value.__traceback__ is not None, "whoever keeps the error keeps all frames, and what they have"
     end(model)
 
 

@@ -12,13 +12,16 @@ import os
 import resource
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import modeling_utils
 
 import gemini
+from gemini.train.checkpoint import export
 from tests.train.helpers import (
     DTYPES,
     MODELS,
@@ -98,6 +101,27 @@ def test_dtypes_that_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="takes dtype= or state_dict=, not both"):
         model.save_pretrained(tmp_path / "half", state_dict=model.state_dict(), dtype=torch.float32)
     assert not (tmp_path / "half").exists()
+
+
+def test_a_hub_is_sent_the_dtype_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sent = trained(llama, "ram", tmp_path), list[str]()
+    for name in ("hf_api", "create_and_tag_model_card"):
+        monkeypatch.setattr(modeling_utils, name, mock.MagicMock())
+
+    def send(self: Any, folder: Path, *args: Any, **kwargs: Any) -> None:
+        sent.append(json.loads((folder / "config.json").read_text())["dtype"])
+
+    monkeypatch.setattr(type(model), "_upload_modified_files", send)
+    model.save_pretrained(tmp_path / "out", push_to_hub=True, dtype=torch.float32)
+    assert sent == ["float32"] and model.config.dtype == "bfloat16"
+
+
+def test_a_state_may_be_none_at_its_place(tmp_path: Path) -> None:
+    """As ``accelerate`` and others hand it on; weights are written from where they are then too."""
+    model = trained(llama, "ram", tmp_path)
+    with mock.patch.object(export, "_views", side_effect=export._views) as views:
+        model.save_pretrained(tmp_path / "out", True, None, dtype=torch.float32)
+    assert views.call_count == 1 and (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("make", [lambda: llama(tied=True), mixtral])

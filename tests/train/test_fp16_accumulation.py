@@ -16,7 +16,7 @@ import gemini
 from gemini.errors import GeminiError, PlanMismatch
 from gemini.machines import measure as measuring
 from gemini.machines.measure import measure_gpu
-from gemini.train import wrap as wrapping
+from gemini.train import engine
 from tests.memory.test_measure import TINY
 from tests.train.helpers import adam, llama, manage
 from tests.train.test_activations import batch
@@ -154,23 +154,18 @@ def test_a_trace_of_other_sums_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("card", "gains"), [("NVIDIA GeForce RTX 4090", True), ("NVIDIA H200", False)])
 def test_a_card_that_gains_nothing_is_warned_of(card: str, gains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Owner:
-        config = gemini.GeminiConfig(**HALF)
-        store = SimpleNamespace(device=SimpleNamespace(torch_device=torch.device("cuda")))
-
+    device: Any = SimpleNamespace(torch_device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        owner: Any = Owner()
-        wrapping._choose_sums(owner)
+        sums = engine._sums(gemini.GeminiConfig(**HALF), device)
     assert [str(each.message) for each in said] == (
         []
         if gains
         else [f"fp16_accumulation=True gains nothing on {card}: GeForce cards alone are quicker by it. Leave it out"]
     )
-    assert is_on()
-    del owner
-    gc.collect()
+    with sums:
+        assert is_on()
     assert not is_on()
 
 

@@ -277,3 +277,23 @@ def test_hooks_of_loading_are_called(world: World) -> None:
     world.optimizer.register_load_state_dict_post_hook(lambda o: seen.append("after"))
     world.optimizer.load_state_dict(world.optimizer.state_dict())
     assert seen == ["after"] and world.optimizer.state_dict()["state"] == {}
+
+
+def test_hooks_of_a_state_see_all_of_it_and_a_loaded_one_stays_the_caller_s(world: World) -> None:
+    seen: list[int] = []
+    world.optimizer.register_state_dict_post_hook(lambda o, s: seen.append(len(s["state"])))
+    other = world.optimizer.register_state_dict_post_hook(lambda o, s: {"optimizer": s})
+    state = world.optimizer.state_dict()["optimizer"]
+    other.remove()
+    assert seen == [len(state["state"])] and seen[0] > 0
+    world.optimizer.register_load_state_dict_pre_hook(lambda o, s: s.update(note=1))
+    world.optimizer.load_state_dict(state)
+    assert state.keys() == {"state", "param_groups"}
+
+
+def test_what_is_no_state_of_an_optimizer_is_refused(world: World) -> None:
+    before, state = world.look(), world.optimizer.state_dict()
+    for wrong in ({}, {"model": {}, "optimizer": state}):
+        with pytest.raises(ValueError, match="give what optimizer.state_dict\\(\\) returned"):
+            world.optimizer.load_state_dict(wrong)
+    world.unchanged(before)

@@ -306,10 +306,8 @@ class Flights:
 
     def note(self, offloaded: Offloaded, *, at_once: bool) -> None:
         """Note that it was saved, perhaps once more: backward asks for it as often, or ``at_once``."""
-        for at in reversed(range(len(self._order))) if at_once else ():
-            if self._order[at]() is offloaded:
-                self._order[at] = _had
-                break
+        if at_once and (at := self._last_of(offloaded)) is not None:
+            self._order[at] = _had
         self._order.append(weakref.ref(offloaded))
 
     def begin_forward(self) -> None:
@@ -444,14 +442,15 @@ class Flights:
 
     def _count_use(self, offloaded: Offloaded) -> None:
         """Move the place to the last time that this was saved, of those that backward has not come to."""
-        for at in reversed(range(len(self._order))):
-            if self._order[at]() is offloaded:
-                # It keeps its place: with graphs of several forwards what lies behind it is not asked for next.
-                self._order[at], self._at = _had, at
-                break
+        if (at := self._last_of(offloaded)) is not None:
+            # It keeps its place: with graphs of several forwards what lies behind it is not asked for next.
+            self._order[at], self._at = _had, at
         # Behind the place: backward does not come there again.
         while self._order and self._order[-1]() is None:
             self._order.pop()
+
+    def _last_of(self, offloaded: Offloaded) -> int | None:
+        return next((at for at in reversed(range(len(self._order))) if self._order[at]() is offloaded), None)
 
     def take_back(self, flight: Flight) -> None:
         """Give up a flight that nobody wants: its memory is free afterwards, and nobody writes to its place."""

@@ -13,14 +13,14 @@ With several ranks the first one writes; the others wait at an agreement, where 
 from __future__ import annotations
 
 import copy
-import json
+import inspect
 import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ from torch import nn
 from gemini.errors import GeminiError, StorageError, parse_bytes
 from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.patches import original as original_of
+from gemini.patches import replaced, replaced_for_thread
 from gemini.ranks.agree import Attempt, Point
 from gemini.ranks.wire import Tag
 from gemini.train.checkpoint.format import bytes_of
@@ -56,7 +58,11 @@ def save_pretrained(
     raised on all of them. Raises StorageError if it cannot be written.
     """
     ranks, compute = engine.ranks, COMPUTE_DTYPES[engine.config.precision]
-    is_given = len(args) >= 2 or kwargs.get("state_dict") is not None
+    call = inspect.signature(original.save_pretrained).bind(folder, *args, **kwargs)
+    # In a place of its own, perhaps as None, or among those by name (PEFT's).
+    *_, last = call.signature.parameters
+    given = call.arguments if "state_dict" in call.signature.parameters else call.arguments.setdefault(last, {})
+    is_given = given.get("state_dict") is not None
     if dtype not in (None, compute, torch.float32):
         raise ValueError(
             f"save_pretrained(dtype={dtype}): weights are there in {compute} and, exactly, in torch.float32; "
@@ -66,40 +72,59 @@ def save_pretrained(
         raise ValueError("save_pretrained takes dtype= or state_dict=, not both: a state has the dtypes it has")
     dtype = None if dtype is compute else dtype  # then each is written in its own: some stay in fp32
     is_writer = ranks.everyone.rank == ranks.parts.rank == 0
-    collects = is_writer and not is_given
     result: Any = None
-    views: dict[str, torch.Tensor] = {}
     # What fails is kept: raised now, the others would wait at the next meeting until the timeout.
     attempt = Attempt(BaseException)
     if is_writer:
         with attempt:
             if os.path.exists(folder) and not os.path.isdir(folder):
                 raise StorageError(f"save_pretrained({str(folder)!r}): that is a file, not a directory")
-            if collects:
-                os.makedirs(folder, exist_ok=True)
-    # Of slices and stages one rank each reads. To the end even after a failure: others send and serve every param.
-    reads = ranks.is_cut and (ranks.wire if ranks.experts.size > 1 else ranks.everyone).rank == 0
-    for name, whole in _wholes(engine, dtype or compute, dtype) if reads else ():
-        if collects and attempt.refusal is None:
-            with attempt:
-                views[name] = places_in(folder, [(whole.shape, whole.dtype)])[0].copy_(whole)
+    collects = is_writer and not is_given
+    views = _collect(engine, folder, dtype, attempt if collects else None)
     if collects and attempt.refusal is None:
         with attempt:
-            views = views if ranks.is_cut else _views(engine.by_names, folder, dtype)
-            kwargs = {**kwargs, "state_dict": _state_of(model, engine.by_names, views)}
+            given["state_dict"] = _state_of(model, engine.by_names, views)
     engine.shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
     if is_writer and attempt.refusal is None:
-        with attempt:
-            result = original.save_pretrained(folder, *args, **kwargs)
-            if dtype is not None and not is_a(type(model), "PeftModel"):
-                # A config says the model's dtype, in which the files would be read.
-                if (config := Path(folder, "config.json")).exists():
-                    body = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-                    config.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        # PEFT's config is of an adapter, and says no dtype.
+        says = nullcontext() if dtype is None or is_a(type(model), "PeftModel") else _said_in(model.config, dtype)
+        with attempt, says:
+            result = original.save_pretrained(*call.args, **call.kwargs)
     # What has failed on one rank fails on all. The others may wait long for the one that writes.
     ranks.waiting.wait_for_all("save_pretrained")
     engine.shards.agree_on_folder(Point.EXPORT, "save_pretrained", folder, _of_disk(attempt.refusal, folder))
     return result
+
+
+def _collect(engine: Engine, folder: Any, dtype: torch.dtype | None, attempt: Attempt | None) -> dict[str, Any]:
+    """Collect the weights by name in ``folder``, on the rank with an ``attempt``, where what fails is kept."""
+    ranks, views = engine.ranks, dict[str, torch.Tensor]()
+    if attempt is not None and attempt.refusal is None:
+        with attempt:
+            os.makedirs(folder, exist_ok=True)
+            views = {} if ranks.is_cut else _views(engine.by_names, folder, dtype)
+    # Of slices and stages one rank each reads. To the end even after a failure: others send and serve every param.
+    reads = ranks.is_cut and (ranks.wire if ranks.experts.size > 1 else ranks.everyone).rank == 0
+    for name, whole in _wholes(engine, dtype) if reads else ():
+        if attempt is not None and attempt.refusal is None:
+            with attempt:
+                views[name] = places_in(folder, [(whole.shape, whole.dtype)])[0].copy_(whole)
+    return views
+
+
+@contextmanager
+def _said_in(config: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Within, a config is saved with the dtype that weights are written in, in which they will be read: transformers
+    says the model's, and may send the files to a hub before it returns.
+    """
+    kind = type(config)
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with replaced(self, "dtype", str(dtype).removeprefix("torch.")):
+            return original_of(kind, "save_pretrained")(self, *args, **kwargs)
+
+    with replaced_for_thread(kind, "save_pretrained", save):
+        yield
 
 
 def _of_disk(error: BaseException | None, folder: Any) -> BaseException | None:
@@ -111,10 +136,11 @@ def _of_disk(error: BaseException | None, folder: Any) -> BaseException | None:
     return refusal
 
 
-def _wholes(engine: Engine, of_stages: torch.dtype, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _wholes(engine: Engine, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """All params by their first names, each for the moment; on ranks that do not write whatever is there. Whatever
     fails on one rank, the others are here as well.
     """
+    of_stages = dtype or COMPUTE_DTYPES[engine.config.precision]
     by_names, stages, own = engine.by_names, engine.ranks.stages, {h.whole_name: h for h in engine.by_names.handles}
     if not engine.params.of_stages:
         yield from ((handle.name, by_names.read_whole(handle, dtype)) for handle in by_names.handles)

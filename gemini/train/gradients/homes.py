@@ -15,7 +15,6 @@ from gemini.errors import BudgetExceeded, StorageError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.ledger import OF_BUDGET, WELCOME, Turn
 from gemini.memory.chunks.chunk import Chunk, Plane
-from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, PlaneSpec
@@ -58,7 +57,7 @@ class GradientHomes:
         staging, was_reserved, is_used = self._mover.staging, self._mover.staging.is_reserved, False
         try:
             try:
-                self._make_wide(narrow, wide)
+                self._make_wide(narrow, wide, num_bytes)
             except (BudgetExceeded, StorageError) as e:
                 raise type(e)(
                     "a second backward before optimizer.step() needs fp32 sums of the gradients, "
@@ -151,15 +150,15 @@ class GradientHomes:
         finally:
             self._end(near)
 
-    def _make_wide(self, narrow: list[Chunk], wide: list[Plane]) -> None:
-        """Put planes for the sums into ``wide``, in what is free, and reserve them and staging; the caller gives all of
-        it back if that fails. Raises BudgetExceeded if there is no room; StorageError if the spill file cannot grow.
+    def _make_wide(self, narrow: list[Chunk], wide: list[Plane], num_bytes: int) -> None:
+        """Put planes for the sums, of ``num_bytes``, into ``wide``, in what is free, and reserve them and staging; the
+        caller gives all of it back if that fails. BudgetExceeded if there is no room; StorageError if the spill file
+        cannot grow.
         """
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
         staging, here = self._mover.staging, self._device.tier
         with WHOLE:
             # Before the sums: those that stay here may take the room of the staging that the others need.
-            num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
             is_away = any(chunk.planes[GRAD].tier is not here for chunk in narrow)
             if is_away or num_bytes > self._ledger.left_beside_windows(self._device.tier, self._working_set):
                 staging.reserve()
@@ -203,14 +202,7 @@ class GradientHomes:
         if there is not None and into is not None:
             into.copy_(there)  # neither through the host nor waited for
             return
-        for start, stop in tiles(0, old.numel, self._mover.tile):
-            narrow, _ = self._mover.host_tile(1, old, start, stop)
-            wide = new.host_view(start, stop)
-            if wide is not None:
-                wide.copy_(narrow)
-            else:
-                wide = self._mover.scratch(2, torch.float32, stop - start)
-                self._mover.store([(new, wide.copy_(narrow))], start, stop)
+        copy_plane(self._mover, old, new)
 
 
 def adds_up(chunk: Chunk) -> bool:

@@ -103,7 +103,8 @@ class GradScaler(torch.amp.GradScaler):
         if not ready and not (is_shared and plain):
             return found
         if is_shared:
-            is_bad = _agree(stepping.company, stepping.scaling, is_bad, has_plain=bool(plain), found=found)
+            # With those of plain params, which are each rank's own.
+            is_bad = _agree(stepping.company, stepping.scaling, is_bad or any(flag.item() for flag in found.values()))
         stepping.scaling.mark_unscaled(ready)
         device = found_inf.device
         # In torch's own form: `step` skips where any device has found something.
@@ -154,14 +155,8 @@ class GradScaler(torch.amp.GradScaler):
             self._current = None
 
 
-def _agree(
-    company: Company, scaling: Scaling, is_bad: bool, *, has_plain: bool, found: dict[torch.device, torch.Tensor]
-) -> bool:
-    """Whether any rank has found inf or NaN: gradients of plain params are each rank's own. Raises RankMismatch if the
-    ranks have scaled their losses differently.
-    """
-    if has_plain:
-        is_bad = is_bad or any(flag.item() for flag in found.values())
+def _agree(company: Company, scaling: Scaling, is_bad: bool) -> bool:
+    """Whether any rank has found inf or NaN. Raises RankMismatch if the ranks have scaled their losses differently."""
     # Ranks may stand elsewhere: they meet before a message that only this place sends.
     company.meet_all(Point.SYNC_GRADS)
     # Scales go with the flags: gradients of other scales were added up.

@@ -20,6 +20,7 @@ from torch import nn
 from gemini import rules
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE, call_with_grad, without_grad
+from gemini.patches import replaced
 from gemini.ranks.agree import Attempt
 from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.gradients.scaling import scaler_steps
@@ -198,23 +199,19 @@ class HybridOptimizer(torch.optim.Optimizer):
         # Kept, not raised: with managed params the other ranks are told first.
         refusal = self._refusal()
         plain: list[tuple[nn.Parameter, Group, int]] = []
-        managed: list[tuple[ParamHandle, Group]] = []
-        counted = 0
-        for group in self.param_groups:
-            for param in group["params"]:
-                if (handle := handle_of(param)) is not None:
-                    managed.append((handle, group))
-                elif param.grad is not None and param.grad.is_sparse:
-                    raise GeminiError(
-                        f"{type(self).__name__} has no sparse gradients: build the embedding with sparse=False"
-                    )
-                elif param.grad is not None:
-                    plain.append((param, group, counted))  # with the number by which torch knows it in messages
-                counted += 1
+        managed: dict[ParamHandle, Group] = {}
+        for number, (group, param) in enumerate([(g, p) for g in self.param_groups for p in g["params"]]):
+            if (handle := handle_of(param)) is not None:
+                managed[handle] = group
+            elif param.grad is not None and param.grad.is_sparse:
+                kind = type(self).__name__
+                refusal = GeminiError(f"{kind} has no sparse gradients: build the embedding with sparse=False")
+            elif param.grad is not None:
+                plain.append((param, group, number))  # by which torch knows it in messages
         if refusal is not None and not managed:
             raise refusal
         if managed:
-            states_of.check_owned(self, [handle for handle, _ in managed])
+            states_of.check_owned(self, managed)
             self._step_managed(managed, refusal)
         # After the managed ones, which may still be refused.
         for param, group, number in plain:
@@ -282,7 +279,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             GeminiError: if another optimizer has taken some of the params over.
         """
         states_of.check_owned(self, self._handles())
-        result = super().state_dict()
+        hooks = self._optimizer_state_dict_post_hooks
+        with replaced(self, "_optimizer_state_dict_post_hooks", {}):
+            result = super().state_dict()
         for number, state in result["state"].items():  # a copy: these are the states themselves
             result["state"][number] = {
                 name: states_of.shown(self.rule, name, value)
@@ -297,7 +296,14 @@ class HybridOptimizer(torch.optim.Optimizer):
                 found |= states_of.read_state(handle, RESIDUAL_OF) if "residual" in found else {}
             elif "residual" in result["state"].get(index, {}):
                 result["state"][index].setdefault(RESIDUAL_OF, states_of.sum_of_plain(param))
-        return result
+        return self._changed_by(hooks.values(), result)  # which see all of it, as in torch
+
+    def _changed_by(self, hooks: Iterable[Callable[..., Any]], state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state as hooks of the program leave it, which may give another one."""
+        for hook in hooks:
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned. :class:`HybridAdam` also loads the state of ``torch.optim.AdamW``, or,
@@ -327,9 +333,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             if owner is not None:
                 owner.state.check_masters("the state of an optimizer is written")
             states_of.check_owned(self, self._handles())
-            for hook in hooks:
-                changed = hook(self, state_dict)
-                state_dict = state_dict if changed is None else changed
+            # A copy, as in torch: what a hook puts into it is not put into the caller's.
+            state_dict = self._changed_by(hooks, dict(state_dict))
             states_of.check_states(self.rule, self.param_groups, state_dict)
             saved = state_dict["param_groups"]
             for number, (group, mine) in enumerate(zip(saved, self.param_groups, strict=True)):
@@ -393,36 +398,34 @@ class HybridOptimizer(torch.optim.Optimizer):
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
         return owner_of(handle).stepping.rule.scalars(group, handle.num_steps + 1, scale)
 
-    def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None) -> None:
+    def _step_managed(self, managed: dict[ParamHandle, Group], refusal: Exception | None) -> None:
         """Step, while no other thread is in the model. ``refusal``: what is wrong with this rank's groups."""
-        reference = managed[0][0].owner
-        if any(handle.owner is not reference for handle, _ in managed):
+        first = next(iter(managed))
+        if any(handle.owner is not first.owner for handle in managed):
             self._owner()  # of two models, wrapped after this optimizer was made: refused
-        stepping = (reference() or owner_of(managed[0][0])).stepping  # which refuses where the model is gone
+        stepping = (first.owner() or owner_of(first)).stepping  # which refuses where the model is gone
         self._check_mode(stepping)
         run_alone(stepping.state, self._step_alone, stepping, managed, refusal)
 
-    def _step_alone(
-        self, stepping: Stepping, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None
-    ) -> None:
+    def _step_alone(self, stepping: Stepping, managed: dict[ParamHandle, Group], refusal: Exception | None) -> None:
         # All ranks come here and agree; only then is a refusal of this rank's own raised.
         stepping.begin_step(self)
         if refusal is not None:
             raise refusal
         # Behind the agreement: a residual that waits for its weights is given up by all ranks alike.
-        states_of.end_waiting([handle for handle, _ in managed])
-        taking = [(handle, group) for handle, group in managed if handle.takes_step]
+        states_of.end_waiting(managed)
+        taking = {handle: group for handle, group in managed.items() if handle.takes_step}
         if len(taking) < len(managed) and not (
             stepping.state.updated_in_backward or (self.step_in_backward and not self.speculate)
         ):
-            used = [handle.name for handle, _ in managed if handle.leftover is Leftover.USED and not handle.has_grad]
+            used = [handle.name for handle in managed if handle.leftover is Leftover.USED and not handle.has_grad]
             if used:
                 raise GeminiError(
                     f"{used[0]!r}, one of {len(used)}, has no new gradient, and optimizer.step() has used the one "
                     "before it without zero_grad() since, so torch would use it again, and Gemini keeps no "
                     "gradient that a step has used. Call optimizer.zero_grad() after every optimizer.step()"
                 )
-        stepping.step([handle for handle, _ in taking], [group for _, group in taking], stepping.rule.scalars)
+        stepping.step(taking)
         if taking and stepping.looks_for_optimizers:
             stepping.warn_of_no_optimizer()
 
@@ -441,9 +444,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                 adopted.append(param)
                 state = dict(dict.__getitem__(self.state, param))
                 # What was loaded may wait for its weights there as well.
-                loaded = (
-                    {name: state[name] for name in states_of.REST & state.keys()} if states_of.BEFORE in state else {}
-                )
+                kept = states_of.REST & state.keys() if states_of.BEFORE in state else ()
+                loaded = {name: state[name] for name in kept}
                 if "master" in state:
                     # In fp16 the master was among the states, and the weights only its rounding.
                     states_of.complete_master(param, state)

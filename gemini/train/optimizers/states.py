@@ -459,6 +459,8 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
     those of params that are frozen here, and have nowhere to keep them. Raises ValueError or TypeError, naming the
     param and the key.
     """
+    if missing := sorted({"state", "param_groups"} - state_dict.keys()):
+        raise ValueError(f"the loaded state has no {missing[0]!r}: give what optimizer.state_dict() returned")
     sizes, mine = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], own))
     if sizes != mine:
         raise ValueError(

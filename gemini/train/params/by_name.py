@@ -415,8 +415,8 @@ def read_range(mover: Mover, plane: Plane, handle: ParamHandle, out: torch.Tenso
 
 def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor:
     """Give at most a tile of a plane as a host tensor, in place or staged: a staged one lives until the next call."""
-    # Files are read in whole pages; what of the last one lies behind the range is cut off.
-    tile, _ = mover.host_tile(1, plane, start, start + plane.page_up(stop - start))
+    # Files are read in whole pages; what lies behind the range is cut off. Into area 0: what is stored uses others.
+    tile, _ = mover.host_tile(0, plane, start, start + plane.page_up(stop - start))
     return tile[: plane.items(stop - start)]
 
 
@@ -428,7 +428,7 @@ def store_range(mover: Mover, plane: Plane, base: int, source: torch.Tensor) -> 
 
 
 def copy_plane(mover: Mover, source: Plane, target: Plane) -> None:
-    """Overwrite a plane with another one of its size and dtype, tile by tile."""
+    """Overwrite a plane with another one of as many elements, cast to its dtype, tile by tile."""
     for start, stop in tiles(0, source.numel, mover.tile):
         store_tile(mover, [(target, host_part(mover, source, start, stop))], start, stop)
 

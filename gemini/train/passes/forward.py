@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ParamAccessError
-from gemini.interrupts import WHOLE, call_without_grad, yield_without_grad
+from gemini.interrupts import WHOLE, call_without_grad, without_grad, yield_without_grad
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.ranks.agree import Attempt, Point, value_facts
@@ -209,10 +209,6 @@ class ForwardPass:
     def lend(self, chunk: Chunk) -> None:
         """Let the call around a module keep a chunk gathered of which that has left a view behind."""
         self.calls.hold(chunk)
-
-    def close(self) -> None:
-        """Refuse graphs that still refer to the weights: the model ends."""
-        self._saved_weights.close()
 
     # ---- torch.func ---------------------------------------------------------------------------------------------
 
@@ -414,9 +410,17 @@ class ForwardPass:
             self._writes.before_write(chunk)
         return call_without_grad(_copies_of, handles)
 
+    @without_grad
     def end_rewriting(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
         """End the call, and take over what it wrote; ``before``: what :meth:`begin_rewriting` gave."""
-        call_without_grad(self._take_over, handles, before)
+        with self.lock, WHOLE, self.state.changing():
+            for handle in handles:
+                # PEFT sets `weight.data`: the values come into the window before torch's count is compared.
+                take_in(handle)
+                if handle.param._version != handle.version:
+                    handle.version = handle.param._version  # torch has counted this write itself
+                    handle.num_writes += 1
+                    self._by_names.take_over(handle, before.get(handle.name))
 
     def unmerge(self, layer: Any) -> None:
         """Take the merged adapters of a tuner layer out of its weights, with the bits of PEFT."""
@@ -426,16 +430,6 @@ class ForwardPass:
             call_without_grad(layer.unmerge)
         finally:
             self.end_rewriting(handles, before)
-
-    def _take_over(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
-        with self.lock, WHOLE, self.state.changing():
-            for handle in handles:
-                # PEFT sets `weight.data`: the values come into the window before torch's count is compared.
-                take_in(handle)
-                if handle.param._version != handle.version:
-                    handle.version = handle.param._version  # torch has counted this write itself
-                    handle.num_writes += 1
-                    self._by_names.take_over(handle, before.get(handle.name))
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:

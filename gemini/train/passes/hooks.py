@@ -61,8 +61,7 @@ def attach(structure: Structure, passes: Passes, hooks: list[list[Any]]) -> None
     removed: in one list those of the root, in another those that change with what is compiled.
     """
     changing.watch(module for _, module in structure.modules)
-    # Updates may be under way where steps overlap.
-    waits = _chunks_to_await(structure) if passes.config.overlap else {}
+    waits = _chunks_to_await(structure, passes)
     root, parts = list[Any](), list[Any]()
     hooks += [root, parts]
     _attach_root(structure, passes, root, waits.get("", ()), parts)
@@ -163,13 +162,14 @@ def _chunks_to_keep(structure: Structure, gathered: list[Chunks]) -> dict[int, C
     return found
 
 
-def _chunks_to_await(structure: Structure) -> dict[str, Chunks]:
+def _chunks_to_await(structure: Structure, passes: Passes) -> dict[str, Chunks]:
     """Find, by path of an entrance, the resident chunks whose updates it waits for before it computes. A block waits
     for all that it holds; what is around blocks for what it reads itself. A param that is read elsewhere is still
     guarded, and waits then.
     """
     found: dict[str, dict[int, Chunk]] = {}
-    for path, _, params, *_ in structure.readers:
+    # Updates may be under way where steps overlap.
+    for path, _, params, *_ in structure.readers if passes.config.overlap else ():
         around = path
         # The root's path matches, so this ends.
         while not ENTRANCE.fullmatch(around):
@@ -266,7 +266,7 @@ def _follow_compiled(model: nn.Module, passes: Passes, parts: list[Any]) -> None
     structure = Structure(model)  # what is read as a whole has changed
     # Before a hook is removed: what is refused here leaves the model as it was hooked.
     refuse_compiled_whole(structure)
-    waits = _chunks_to_await(structure) if passes.config.overlap else {}
+    waits = _chunks_to_await(structure, passes)
     with WHOLE:  # a hook that is registered and not noted would stay for good
         while parts:
             parts.pop().remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -220,44 +220,28 @@ class Stepping:
             facts = facts_of_step(self._params.handles, [optimizer], self.scaling, self.state)
             agree(self._slices, "optimizer.step()", lambda: facts)
 
-    def step(
-        self,
-        handles: list[ParamHandle],
-        groups: list[dict[str, Any]],
-        scalars: Callable[[Mapping[str, Any], int, float], Hashable],
-    ) -> None:
-        """Update these params (``takes_step``), each of a group, by ``UpdateRule.scalars``, and end the step. Gradients
+    def step(self, taking: Mapping[ParamHandle, Mapping[str, Any]]) -> None:
+        """Update these params (``takes_step``), each by the hyperparameters of its group, and end the step. Gradients
         that are not finite are refused, and nothing was changed. Where they were summed and all of the update is on a
         GPU, the GPU looks: it then leaves everything as it is, and the host is told before the next backward takes its
         first gradient, or by whoever waits before.
         """
-        is_scaled = self.scaling.is_scaled
-        if is_scaled:
+        handles = list(taking)
+        if self.scaling.is_scaled:
             self.scaling.check_unscaled(handle for handle in handles if handle.has_grad)
         # All params of these chunks: an update goes over the whole window, and a write beside it would be lost with it.
         indices = {handle.chunk.spec.index for handle in handles}
         written = written_to([handle for index in indices for handle in self._params.by_chunk[index]])
         if written or self._exposure.written:
             self._exposure.refuse(written)
-        clip = self.state.clipping.there
-        # None where the host has to look; it then waits for the sums of squares, and the step goes on with numbers.
-        stop = None
-        if self._may_stop_there and not is_scaled:
-            for handle in handles:
-                handle.refuse_incomplete_gradient()  # the host's own look does this with the sums
-            stop = self.updates.unseen.stop_for_step(handles, clip)
-        if stop is None:
-            self._gradients.norms.check_finite(handles)
-            if clip and handles:
-                self.state.clipping.fetch()
-                clip = None
+        clip, stop = self._look(handles)
         # Params that take the step without a gradient of their own (`zero_grad(set_to_none=False)`).
         missing = [handle for handle in handles if handle.norm_sums is None]
         if missing:
             self._gradients.land_zeros(missing)
         coefficient = 1.0 if clip else self.state.clipping.coefficient
         # Before the lines below: hyperparameters are computed with the step count and clipping that they reset.
-        by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
+        by_chunk = self._by_chunk(taking, coefficient)
         is_plain = None  # nobody asks where nothing is guessed
         if stepping_in_backward:
             is_plain = not clip and coefficient == 1.0 and all(handle.clip == 1.0 for handle in handles)
@@ -277,22 +261,35 @@ class Stepping:
             raise
         self.end_step()
 
+    def _look(self, handles: list[ParamHandle]) -> tuple[Any, Any]:
+        """Refuse gradients that are not finite. On a GPU that looks itself: the clipping that it has, and the flag that
+        stops the update; else the host has looked, and has both as numbers.
+        """
+        clip, stop = self.state.clipping.there, None
+        if self._may_stop_there and not self.scaling.is_scaled:
+            for handle in handles:
+                handle.refuse_incomplete_gradient()  # the host's own look does this with the sums
+            stop = self.updates.unseen.stop_for_step(handles, clip)
+        # The host waits for the sums of squares here.
+        if stop is None:
+            self._gradients.norms.check_finite(handles)
+            if clip and handles:
+                self.state.clipping.fetch()
+                clip = None
+        return clip, stop
+
     def _by_chunk(
-        self,
-        handles: list[ParamHandle],
-        groups: list[dict[str, Any]],
-        scalars: Callable[[Mapping[str, Any], int, float], Hashable],
-        coefficient: float,
+        self, taking: Mapping[ParamHandle, Mapping[str, Any]], coefficient: float
     ) -> Mapping[int, list[ParamUpdate]]:
         """Make the updates, by chunk. ``coefficient``: of clipping the whole model, if the device does not have it."""
         scale = coefficient * (self.scaling.unscale if self.scaling.is_scaled else 1.0)
         by_chunk: dict[int, list[ParamUpdate]] = {}
         # One value for all params of a group with as many steps: a rule computes it once for thousands of params.
         known: dict[tuple[int, int, float], Hashable] = {}
-        for handle, group in zip(handles, groups, strict=True):
+        for handle, group in taking.items():
             key = id(group), handle.num_steps, scale * handle.clip
             if key not in known:
-                known[key] = scalars(group, handle.num_steps + 1, scale * handle.clip)
+                known[key] = self.rule.scalars(group, handle.num_steps + 1, scale * handle.clip)
             by_chunk.setdefault(handle.chunk.spec.index, []).append(ParamUpdate(handle, known[key]))
         return by_chunk
 

@@ -65,9 +65,13 @@ def build(
     owner: weakref.ref[Any],
     ranks: Ranks,
     rule: UpdateRule,
-    cuts: Mapping[int, TensorSlice] | None = None,
+    cuts: Mapping[int, TensorSlice] | None,
+    opened: ExitStack,
 ) -> Built:
-    """Lay out, place, reserve and allocate; params keep their memory. ``cuts``: by a param's id, which slice it is."""
+    """Lay out, place, reserve and allocate; params keep their memory. ``cuts``: by a param's id, which slice it is.
+    ``opened``: is given what is to be closed when the model ends, or this breaks off: whoever keeps the error keeps
+    what is here, and a store would be in use for as long.
+    """
     named = collect_params(structure)
     for optimizer in filter(None, [optimizer_of(n.param) for n in named]):
         refuse_other(optimizer.rule, rule)
@@ -76,37 +80,35 @@ def build(
     decision = decide(structure, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
     problem, placement = decision.problem, decision.placement
     ledger, needed = _make_ledger(config, problem, placement), bytes_per_tier(problem, placement)
+    for part in (ledger, device):  # whose memory, and the limit of its allocator, go before the books say so
+        opened.callback(part.close)
+    opened.callback(device.reserve_windows, 0)
     # The params are still where they were: of a budget that is declared they take a part until they are taken over.
     there = sum(n.param.nbytes for n in named if n.param.device == device.torch_device)
-    # Whoever keeps the error of a refusal keeps what this function has: what is open would be in use for as long.
-    with ExitStack() as opened:
-        opened.callback(device.close)  # with the limit of its allocator
-        opened.callback(device.reserve_windows, 0)
-        begin_budget(device, config, problem, needed[device.tier], there)
-        _reserve_on_device(device, ledger, problem, placement, in_flight=0 if ranks.are_alone else problem.in_flight)
-        durable = _open_store(config, problem, ranks)
-        if durable is not None:
-            opened.callback(durable.close)
-        files = dict[Tier, SpillFile]()
-        for tier, num_bytes in _in_files(config, needed, durable).items():
-            files[tier] = SpillFile(config.memory.paths_of(tier), num_bytes, tier)
-            opened.callback(files[tier].close)
-        chunks = _make_chunks(decision, device, files, durable)
-        params = _make_params(named, chunks, problem, owner, ranks, cuts or {})
-        for index, handles in params.by_chunk.items():
-            _make_views(chunks[index], handles)
-        mover = _make_mover(device, ledger, problem, rule)
-        transfers = Transfers(mover, _lanes(config, ranks, device))
-        manager = Manager(
-            chunks,
-            ledger=ledger,
-            device=device,
-            mover=mover,
-            policy=config.eviction_policy,
-            foresight=PlannedForesight(decision, owner, config.eviction_policy, ledger),
-            transfers=transfers,
-        )
-        opened.pop_all()
+    begin_budget(device, config, problem, needed[device.tier], there)
+    _reserve_on_device(device, ledger, problem, placement, in_flight=0 if ranks.are_alone else problem.in_flight)
+    durable = _open_store(config, problem, ranks)
+    if durable is not None:
+        opened.callback(durable.close)
+    files = dict[Tier, SpillFile]()
+    for tier, num_bytes in _in_files(config, needed, durable).items():
+        files[tier] = SpillFile(config.memory.paths_of(tier), num_bytes, tier)
+        opened.callback(files[tier].close)
+    chunks = _make_chunks(decision, device, files, durable)
+    params = _make_params(named, chunks, problem, owner, ranks, cuts or {})
+    for index, handles in params.by_chunk.items():
+        _make_views(chunks[index], handles)
+    mover = _make_mover(device, ledger, problem, rule)
+    transfers = Transfers(mover, _lanes(config, ranks, device))
+    manager = Manager(
+        chunks,
+        ledger=ledger,
+        device=device,
+        mover=mover,
+        policy=config.eviction_policy,
+        foresight=PlannedForesight(decision, owner, config.eviction_policy, ledger),
+        transfers=transfers,
+    )
     in_steps = problem.working_set + problem.in_flight
     store = ChunkStore(chunks, device, ledger, mover, transfers, manager, files, in_steps, durable)
     return Built(decision, params, store)

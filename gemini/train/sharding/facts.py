@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gemini.ranks.agree import Facts, plain
 from gemini.train.gradients.scaling import Scaling
@@ -18,21 +18,20 @@ def facts_of_gradients(handles: Sequence[ParamHandle]) -> Facts:
 
 
 def facts_of_step(
-    handles: Sequence[ParamHandle], optimizers: Iterable[Stepper], scaling: Scaling, state: StepState
+    handles: Sequence[ParamHandle], optimizers: Sequence[Stepper], scaling: Scaling, state: StepState
 ) -> Facts:
     """State all that an update by these optimizers depends on, but the gradients and how they came."""
     values: dict[str, str] = {}
     groups: dict[str, int] = {}
-    number, optimizers = 0, list(optimizers)
     for which, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
             label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")
             managed = handles_of(group["params"])
             for name in optimizer.defaults if managed else ():
                 values[f"{name} of {label}"] = repr(plain(group.get(name, "not given")))
-            for handle in managed:
-                groups[handle.name] = number
-            number += 1
+            # Numbered through all optimizers.
+            number = sum(len(other.param_groups) for other in optimizers[:which]) + index
+            groups.update((handle.name, number) for handle in managed)
     values["the factor that takes the loss scale out of gradients"] = repr(float(scaling.unscale))
     values["the coefficient of clip_grad_norm_"] = repr(float(state.clipping.coefficient))
     return Facts(

@@ -11,7 +11,7 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
@@ -538,7 +538,7 @@ class Reduction(GradientSink):
         facts = facts_of_gradients(self.params.handles) | self._facts_of_updates([optimizer])
         self._shards.agree(Point.STEP, "optimizer.step()", lambda: facts)
 
-    def _facts_of_updates(self, optimizers: Iterable[Stepper]) -> Facts:
+    def _facts_of_updates(self, optimizers: Sequence[Stepper]) -> Facts:
         before = {
             "clip_grad_norm_": ", ".join(self._clippings) or "not called",
             _BACKWARDS: str(self._num_backwards),
