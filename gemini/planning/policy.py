@@ -275,7 +275,7 @@ def _choose(
         before = {number - 1: 1.0} if number > len(gaps) else {}
         rows.append(({**changes[number - len(gaps)], **before, number: -1.0}, 0.0))
         rows.append(({number: 1.0}, (room - sum(sizes[i] for i in access.chunks if i in sizes)) // unit))
-    most = max(saved.values())
+    most = max(saved.values()) or 1.0
     costs = [-saved[gap] / most for gap in gaps] + [0.0] * len(accesses)
     chosen = solve(costs, rows, [1] * len(gaps), gap=1e-3 if len(gaps) > 100 else 0.0, nodes=200)
     return {gaps[column] for column in chosen or ()}

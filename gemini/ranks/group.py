@@ -43,8 +43,11 @@ class DataRank(NamedTuple):
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     """The dims of ``mesh`` in our names. Without names one dim shards; of two the first replicates. ValueError for
-    names that mean nothing here or the same twice, for three dims or more without names, and for ``ep`` beside ``tp``.
+    names that mean nothing here or the same twice, for three dims or more without names, and for ``ep`` beside ``tp``;
+    TypeError for what is no mesh.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh= is a DeviceMesh (init_device_mesh of torch makes one), got {type(mesh).__name__}")
     given = mesh.mesh_dim_names
     if given is None:
         if mesh.ndim not in (1, 2):
@@ -83,11 +86,12 @@ def place_in(mesh: DeviceMesh, *names: str) -> int:
 
 def ranks_along(mesh: DeviceMesh, *names: str) -> list[int]:
     """The global ranks, ascending, that differ from this one in these dims alone. ValueError: it is not in the mesh."""
+    own_names = names_of(mesh)
     here = (mesh.mesh == dist.get_rank()).nonzero()
     if not len(here):
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh, which has ranks {mesh.mesh.flatten().tolist()}")
     index: tuple[Any, ...] = tuple(
-        slice(None) if name in names else int(at) for name, at in zip(names_of(mesh), here[0].tolist(), strict=True)
+        slice(None) if name in names else int(at) for name, at in zip(own_names, here[0].tolist(), strict=True)
     )
     return sorted(torch.as_tensor(mesh.mesh[index]).flatten().tolist())
 
@@ -161,9 +165,7 @@ class Ranks:
     @property
     def writes_uncut(self) -> bool:
         """Whether this rank writes params that are not cut: of slices that all have them, the first one does."""
-        if self.experts.size > 1:
-            return self.experts.rank == 0
-        return self.parts.size == 1 or self.same_batch.rank == 0
+        return self.experts.rank == 0 and (self.parts.size == 1 or self.same_batch.rank == 0)
 
     @property
     def is_cut(self) -> bool:

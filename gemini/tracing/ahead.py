@@ -43,7 +43,7 @@ from gemini.tracing.meter import Target, make_target, tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
 from gemini.train.activations.kept import KeptBlocks
 from gemini.train.context import ContextParallel, ImaginedExchange, part_of
-from gemini.train.loading.skeleton import generators_kept, without_drawing
+from gemini.train.loading.skeleton import check_class, generators_kept, without_drawing
 from gemini.train.modules import token_tiles
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
 from gemini.train.modules.reading import COPY_OF_COMPILED, compiled_part, is_compiled, structure_of
@@ -477,6 +477,7 @@ def _image_shape(config: Any) -> tuple[int, int, int]:
 def _build(config: Any, model_class: Any) -> nn.Module:
     """The model of a config, of fake tensors. Nothing is drawn."""
     model_class = model_class or model_class_for(config)
+    check_class(model_class)
     make = getattr(model_class, "from_config", None) or model_class._from_config
     config = copy.deepcopy(config)
     _without_package(config)

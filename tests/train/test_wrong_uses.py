@@ -483,6 +483,7 @@ def test_arguments_that_are_not_there() -> None:
         with pytest.raises(TypeError, match="the config of a managed model is a gemini.GeminiConfig, got dict"):
             make(nn.Linear(2, 2), {"device": "cpu"})  # type: ignore[arg-type]
     model, of_config = nn.Linear(2, 2), r"takes a config object.*AutoConfig\.from_pretrained"
+    of_class, of_mesh = "model_class= is a model class or an auto class of transformers", "mesh= is a DeviceMesh"
     refuse([
         (lambda: GeminiDDP(model, precision="fp32"), TypeError,
          "unexpected keyword argument 'precision'.*GeminiConfig"),
@@ -490,6 +491,12 @@ def test_arguments_that_are_not_there() -> None:
          "unexpected keyword argument 'gradients'"),
         (lambda: gemini.from_config("config.json"), TypeError, of_config),
         (lambda: gemini.from_config({"model_type": "llama"}), TypeError, of_config),
+        (lambda: gemini.from_config(LlamaConfig(**TINY), model_class="LlamaForCausalLM"), TypeError, of_class),
+        (lambda: gemini.from_pretrained("folder", model_class=nn.Linear), TypeError, of_class),
+        (lambda: gemini.trace(LlamaConfig(**TINY), {}, model_class="LlamaForCausalLM"), TypeError, of_class),
+        (lambda: GeminiDDP(model, mesh="cpu"), TypeError, of_mesh),
+        (lambda: gemini.slice_tensors(model, None), TypeError, of_mesh),
+        (lambda: gemini.data_rank((2, 2)), TypeError, of_mesh),
     ])  # fmt: skip
     assert type(model) is nn.Linear
 

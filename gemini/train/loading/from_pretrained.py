@@ -40,6 +40,7 @@ from gemini.train.loading.skeleton import (
     Pager,
     Skeleton,
     attention_keyword,
+    check_class,
     class_of,
     generator_of_first,
     generators_kept,
@@ -112,6 +113,7 @@ def skeleton_from_pretrained(
     if model_class is None:
         with _naming_files(path):
             model_class = class_of(_read_config(path, kwargs))
+    check_class(model_class)
     # transformers runs as ever; only the two steps that touch values are ours.
     with _naming_files(path), _on_meta_tensors() as sources:
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)

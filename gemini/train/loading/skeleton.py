@@ -299,6 +299,7 @@ def skeleton_from_config(hf_config: Any, *, model_class: Any = None, **kwargs: A
     """Make what :func:`from_config` makes before it places anything."""
     if model_class is None:
         model_class = class_of(hf_config)
+    check_class(model_class)
     build = getattr(model_class, "from_config", None) or model_class._from_config
     return DrawnModel(lambda: build(hf_config, **kwargs))
 
@@ -405,6 +406,12 @@ def without_drawing() -> Iterator[None]:
     # Ties are all that is left of it; a model may call it more than once.
     with replaced_for_thread(PreTrainedModel, "init_weights", lambda model: model.tie_weights(recompute_mapping=False)):
         yield
+
+
+def check_class(given: Any) -> None:
+    """Refuse what is no model class and no auto class of transformers, with a TypeError."""
+    if not hasattr(given, "from_pretrained"):
+        raise TypeError(f"model_class= is a model class or an auto class of transformers, got {given!r}")
 
 
 def class_of(hf_config: Any) -> Any:

@@ -157,10 +157,9 @@ class Calls:
         # It is on top nearly always; it is somewhere below if an exception was caught between it and the top.
         if not stack or (stack[-1].module is not module and all(record.module is not module for record in stack)):
             return None
-        while True:
+        record = self._pop(stack)
+        while record.module is not module:
             record = self._pop(stack)
-            if record.module is module:
-                break
         record.module = None  # the record lives as long as the graph, the module need not
         # The recomputation is over: the node that waits for it finds its weights again.
         if not self.running and self._waiting:

@@ -58,19 +58,15 @@ class ExpertExchange:
         told = self.wire.swap(Tag.EXPERTS, said, _WHAT)
         if not bool((told[:, :2] == told[0, :2]).all()):
             where = "; ".join(
-                f"rank {rank} is in {self._place(*at)}"
-                for rank, at in zip(self.wire.global_ranks, told[:, :2].tolist(), strict=True)
+                f"rank {rank} is in {_PLACES[at // 2].format(self._names[number])}"
+                f"{' (without gradients)' if at % 2 and at < 2 * COMBINE_BACKWARD else ''}"
+                for rank, (at, number) in zip(self.wire.global_ranks, told[:, :2].tolist(), strict=True)
             )
             raise RankMismatch(
                 f"ranks with other experts of the same layers (ep) do different things: {where}. Every rank of a mesh "
                 "with ep must make the same forwards and backwards, evaluations too"
             )
         return told[:, 2:] if numbers is None else told[:, 2 : 2 + len(numbers)]
-
-    def _place(self, said: int, layer: int) -> str:
-        point, has_no_gradients = divmod(said, 2)
-        words = _PLACES[point].format(self._names[layer])
-        return words + (" (without gradients)" if has_no_gradients and point < COMBINE_BACKWARD else "")
 
 
 class _Way(NamedTuple):
