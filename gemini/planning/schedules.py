@@ -309,7 +309,7 @@ class Graph:
         self.tasks: list[Task] = []
         self.changes: list[Change] = []
         self.begins: list[int] = []
-        """Per step, the task that its first moment computes in."""
+        """Per step of an overlapped schedule, the task that its first moment computes in."""
         trace, away = work.plan.trace, work.problem.offload_to
         # By moment, of what is saved for backward: where it is in the plan's own account, which has room for flights.
         self._elsewhere = [0] * len(trace.moments) if away is None else [*working.carried_away(trace)]
@@ -471,8 +471,6 @@ class _Serial:
         if launching > 0:
             self._do([_launch(hop, launching)], -1)
         (computing,) = self._do([hop], moment)
-        if not graph.begins:
-            graph.begins.append(computing)
         self._live = graph.live(computing, moment, self._live)
         self._do(work.exchange(moment), moment)
         graph.carried(moment, self._do(work.carry(moment, back=False), moment), back=False)
@@ -648,9 +646,7 @@ class _Overlap:
         self._computed: list[int] = []
         self._live = 0
         self._stays = _stays(work, (STEPS + 1) * self.per_step)
-        self._fetches: defaultdict[int, list[_Stay]] = defaultdict(list)
-        for stay in self._stays:
-            self._fetches[stay.fetched].append(stay)
+        self._coming = deque(stay for stay in self._stays if stay.fetched >= 0)
         self._fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
 
         trained = [index for index, chunk in enumerate(self._plan.layout.chunks) if chunk.trainable]
@@ -679,8 +675,8 @@ class _Overlap:
 
     def begin(self, now: _Moment) -> None:
         """Compute a moment, behind what it reads."""
-        for stay in self._fetches[now.at]:
-            self._fetch(stay, now)
+        while self._coming and self._coming[0].fetched == now.at:
+            self._fetch(self._coming.popleft())
         read = self._plan.accesses[now.number].chunks
         after = self._computed[-1:] + [self._fetched.pop(index) for index in read if index in self._fetched]
         after += self._carried.begin(now)
@@ -709,8 +705,10 @@ class _Overlap:
         if self._clipping and now.at % self.per_step == self.per_step - 1:  # the norm needs every gradient
             self._update_all(now)
 
-    def let_go(self) -> None:
-        """Give every window back at the end of its last use."""
+    def finish(self) -> None:
+        """Fetch what has room before the moment that was begun last, beside the step before; let all windows go."""
+        while self._coming and self._coming[0].room_after < len(self._computed) - 1:
+            self._fetch(self._coming.popleft())
         for stay in self._stays:
             if 0 <= stay.last_use < len(self._computed):
                 self.graph.window(self._computed[stay.last_use], stay.chunk, -1, at_end=True)
@@ -718,7 +716,8 @@ class _Overlap:
     def _behind(self, hops: Iterable[Hop], now: _Moment) -> list[int]:
         return self.graph.chain(hops, now.step, now.number, self._computed[-1:], now.at)
 
-    def _fetch(self, stay: _Stay, now: _Moment) -> None:
+    def _fetch(self, stay: _Stay) -> None:
+        now = self.moment(stay.fetched)
         after = [self._computed[stay.room_after]] if stay.room_after >= 0 else []
         after += [self._updated[stay.chunk]] if stay.chunk in self._updated else []
         tasks = self.graph.chain(self._work.fetch(stay.chunk), now.step, now.number, after, stay.first_use)
@@ -779,5 +778,5 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
         order.begin(now)
         order.end(now)
     order.begin(order.moment(STEPS * order.per_step))
-    order.let_go()
+    order.finish()
     return order.graph
