@@ -149,7 +149,7 @@ class Way:
             by_block = block_by_block(trace, settings.accumulate)
         except ValueError as e:
             raise JobError(f"--order bfs: {e}.") from e
-        if why := settings.config and _why_in_turn(settings):
+        if why := settings.config and _why_in_turn(self._traces.config(settings.config, settings.layers)):
             raise JobError(f"--order bfs: {why}. A run would compute one micro-batch after another: plan --order dfs.")
         return by_block
 
@@ -209,12 +209,12 @@ class Way:
         hardware, settings, ask = self.machine.hardware, self.settings, step_seconds if played else bound_of
         return ask(plan, hardware, settings.schedule) if hardware else float(settings.accumulate)
 
-    def fits(self, trace: MemoryTrace | None = None) -> bool:
+    def fits(self) -> bool:
         """Whether there is a placement: quicker than looking for the best one."""
         where = self.settings.offload_activations
         places: tuple[str | None, ...] = {"auto": (None, "cpu"), "no": (None,)}.get(where, (where,))
         rooms = (True, False) if self.settings.schedule == "overlapped" else (False,)  # as the planner tries them
-        for step, overlap, place in product((trace or self.trace()).forms, rooms, places):
+        for step, overlap, place in product(self.trace().forms, rooms, places):
             with suppress(BudgetExceeded):
                 fill_fastest(problem_of(self.settings, self.machine, step, place, overlap=overlap))
                 return True
@@ -236,7 +236,7 @@ class Traces:
     def __init__(self, *, of_two: bool = False) -> None:
         self._take, self._num_alike = cache(take_trace), cache(_num_alike)
         self.take = cache(self._made) if of_two else self._take
-        self.read = cache(_read_trace)
+        self.read, self.config = cache(_read_trace), cache(_config_of)
 
     def _made(self, settings: TraceSettings) -> MemoryTrace:
         if isinstance(kept := settings.kept_blocks, int) and kept != ALL:
@@ -253,11 +253,15 @@ class Traces:
         return self._take(settings)
 
 
-def _num_alike(name: str, layers: int | None) -> int:
-    """The layers of a model in which all but the first and the last are alike, else 0."""
+def _config_of(name: str, layers: int | None) -> Any:
     from gemini.jobs.models import find_config
 
-    config = find_config(name, layers).config
+    return find_config(name, layers).config
+
+
+def _num_alike(name: str, layers: int | None) -> int:
+    """The layers of a model in which all but the first and the last are alike, else 0."""
+    config = _config_of(name, layers)
     count = getattr(config, "num_hidden_layers", None) or 0
     kinds = [value for value in config.to_dict().values() if isinstance(value, list) and len(value) == count]
     one_each = any(kind.count(kind[0]) < count for kind in kinds)
@@ -357,12 +361,10 @@ def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
 
 def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
     """Ways by micro-batch: of several none fits that is larger than one that does not; one alone needs no sums."""
-    from gemini.jobs.models import find_config
-
     asked, may_tile, too_large, fitting = way.settings, way.settings.tile_tokens == "auto", set[Any](), set[Any]()
     sizes = range(1, sequences + 1) if asked.fastest else [asked.batch_size or 1]
-    config, in_turn = find_config(asked.config or "", asked.layers).config.get_text_config(), _why_in_turn(asked)
-    orders, length = [None if in_turn else asked.order], seq_len_of(asked)
+    config = _config_of(asked.config or "", asked.layers).get_text_config()
+    orders, length = [None if (in_turn := _why_in_turn(config)) else asked.order], seq_len_of(asked, config)
     is_open = asked.fastest and asked.order is None and way.machine.hardware is not None
     if is_open and not (in_turn or asked.lora or hasattr(config, "router_aux_loss_coef")):  # they drop, TRL adds it
         with suppress(JobError):
@@ -388,11 +390,9 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:
         (fitting if found else too_large).add(order)
 
 
-def _why_in_turn(settings: PlanSettings) -> str:
+def _why_in_turn(config: Any) -> str:
     """What in the model's config keeps ``train_step`` from going block by block; "" if nothing does."""
-    from gemini.jobs.models import find_config
-
-    config = find_config(settings.config or "", settings.layers).config.get_text_config()
+    config = config.get_text_config()
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float) and value:
             return f"{name} of the model is {value}, and what is dropped has another order block by block"
