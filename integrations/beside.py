@@ -37,7 +37,8 @@ def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: Gemin
     """
     own = {id(param) for param in trained.parameters()}
     plain = [m for m in models if not isinstance(m, GeminiDDP) and own.isdisjoint(map(id, m.parameters()))]
-    plain = [model for model in plain if next(model.parameters(), None) is not None]
+    # Each once, however often it was given.
+    plain = [model for model in dict.fromkeys(plain) if next(model.parameters(), None) is not None]
     if not plain:
         return config
     memory = SharedBudget.of(config.memory)

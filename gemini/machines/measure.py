@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ _ADAM_BYTES = sum(size for _, size in _PLANES)
 """Per param in memory."""
 
 Figures = Iterator[tuple[str, Figure]]
+Timed = Callable[..., tuple[str, Figure]]
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,12 @@ def measure(nvme_path: Path | None = None, sizes: Sizes | None = None) -> Figure
 def measure_host(sizes: Sizes) -> Figures:
     """Memory and cores, matrix products, the smallest operation, memory bandwidth, Adam; and two of them at once."""
     num_threads, cores = torch.get_num_threads(), kernels.get_num_threads()
-    threads = counted(num_threads, "thread")
     yield "cpu_bytes", _asked(memory_bytes(), "host memory" if memory_limit() is None else "limit of the control group")
     yield "cpu_threads", _asked(cores, "cores that the process may use")
     yield "torch_threads", _asked(num_threads, "of torch in this process")
-    rows, inner, columns = sizes.product
-    for key, dtype in (("cpu_flops_bf16", torch.bfloat16), ("cpu_flops_fp32", torch.float32)):
-        product = _product(sizes.product, dtype, torch.device("cpu"))
-        how = f"torch.mm of {rows} x {inner} and {inner} x {columns}, {threads}"
-        yield _timed(key, product, sizes, how, lambda s: 2 * rows * inner * columns / s)
-    small = torch.ones(64, requires_grad=True)
-    how = f"{sizes.ops} recorded additions of 64 numbers"
-    yield _timed("cpu_op_seconds", lambda: _small_ops(small, sizes.ops), sizes, how, lambda s: s / sizes.ops)
+    cpu, timed = torch.device("cpu"), partial(_timed, sizes=sizes)
+    yield from _products("cpu", ["bf16", "fp32"], sizes.product, cpu, timed, f", {counted(num_threads, 'thread')}")
+    yield _ops("cpu", sizes.ops, cpu, timed)
     yield _dram(sizes, num_threads, cores)
     numel = in_pages(_beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES)
     update = _update_in(host_bytes, numel, TILE)
@@ -100,7 +95,7 @@ def measure_host(sizes: Sizes) -> Figures:
     yield _adam("update_cpu_compact", compact, numel, sizes, cores, "the same of compact states")
     del compact
     if num_threads < cores:  # else computing and updates have no cores of their own
-        product = _product(sizes.product, torch.bfloat16, torch.device("cpu"))
+        product = _product(sizes.product, torch.bfloat16, cpu)
         yield "cpu_contention", _contention(product, update, cores - num_threads, sizes)
     del update
     yield _landing(sizes)
@@ -113,9 +108,31 @@ def _product(size: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     return lambda: torch.mm(x, weight.t())
 
 
-def _small_ops(small: torch.Tensor, count: int) -> None:
-    for _ in range(count):
-        small + small  # noqa: B018 - its time is what is wanted
+_KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16_accumulation": torch.float16}
+"""Of products, by the end of their figures' names."""
+
+
+def _products(
+    name: str, kinds: Iterable[str], size: tuple[int, int, int], device: torch.device, timed: Timed, beside: str = ""
+) -> Figures:
+    rows, inner, columns = size
+    how = f"torch.mm of {rows} x {inner} and {inner} x {columns}{beside}"
+    for kind in kinds:
+        product = _product(size, _KINDS[kind], device)
+        with sums_in_fp16() if kind == "fp16_accumulation" else nullcontext():
+            found = timed(f"{name}_flops_{kind}", product, how=how, value_of=lambda s: 2 * rows * inner * columns / s)
+        yield found  # whoever takes it has torch's switch as it was
+
+
+def _ops(name: str, count: int, device: torch.device, timed: Timed) -> tuple[str, Figure]:
+    small = torch.ones(64, device=device, requires_grad=True)
+
+    def add() -> None:
+        for _ in range(count):
+            small + small  # noqa: B018 - its time is what is wanted
+
+    how = f"{count} recorded additions of 64 numbers"
+    return timed(f"{name}_op_seconds", add, how=how, value_of=lambda s: s / count)
 
 
 def _dram(sizes: Sizes, num_threads: int, cores: int) -> tuple[str, Figure]:
@@ -313,13 +330,7 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
         yield "num_gpus", _asked(torch.cuda.device_count(), card.name)
         yield "gpu_bytes", _asked(card.total_memory, card.name)
         yield "gpu_sms", _asked(card.multi_processor_count, card.name)
-    rows, inner, columns = sizes.gpu_product
-    how = f"torch.mm of {rows} x {inner} and {inner} x {columns}"
-    for kind, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp16_accumulation", torch.float16)):
-        product = _product(sizes.gpu_product, dtype, device)
-        with sums_in_fp16() if dtype is torch.float16 else nullcontext():
-            found = timed(f"gpu_flops_{kind}", product, how=how, value_of=lambda s: 2 * rows * inner * columns / s)
-        yield found  # whoever takes it has torch's switch as it was
+    yield from _products("gpu", _KINDS, sizes.gpu_product, device, timed)
     num_bytes = sizes.gpu_bytes
     here = torch.ones(num_bytes // 4, device=device)
     how = f"{human_bytes(num_bytes)} read and written in place"
@@ -328,9 +339,17 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
     update = _update_in(partial(torch.zeros, dtype=torch.uint8, device=device), numel, DEVICE_TILE)
     how = f"Gemini's kernel on {numel / 1e6:.4g} M params in tiles"
     yield timed("update_gpu", update, how=how, value_of=lambda s: s / numel)
-    small = torch.ones(64, device=device, requires_grad=True)
-    how = f"{sizes.ops} recorded additions of 64 numbers"
-    yield timed("gpu_op_seconds", lambda: _small_ops(small, sizes.ops), how=how, value_of=lambda s: s / sizes.ops)
+    yield _ops("gpu", sizes.ops, device, timed)
+    yield from _link(here, sizes, timed, on_cuda=on_cuda)
+    if on_cuda and torch.cuda.device_count() > 1:
+        other = torch.empty_like(here, device=torch.device("cuda", 1))
+        how = f"{human_bytes(num_bytes)} from GPU 0 to GPU 1"
+        yield timed("interconnect", lambda: other.copy_(here), how=how, value_of=lambda s: num_bytes / s)
+
+
+def _link(here: torch.Tensor, sizes: Sizes, timed: Timed, *, on_cuda: bool) -> Figures:
+    """Copies of pinned memory, each way alone and both at once, and of small pieces; ``here``: memory of the GPU."""
+    num_bytes, device = here.nbytes, here.device
     host, there = torch.ones(num_bytes // 4, pin_memory=on_cuda), torch.ones_like(here)
     back = torch.empty_like(host, pin_memory=on_cuda)
     how = f"{human_bytes(num_bytes)}, pinned"
@@ -350,10 +369,6 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
     how = f"{sizes.ops} copies of {human_bytes(4 * PAGE)} to the GPU, one after the other"
     copy = partial(here[:PAGE].copy_, host[:PAGE], non_blocking=True)
     yield timed("copy_seconds", lambda: [copy() for _ in range(sizes.ops)], how=how, value_of=lambda s: s / sizes.ops)
-    if on_cuda and torch.cuda.device_count() > 1:
-        other = torch.empty_like(here, device=torch.device("cuda", 1))
-        how = f"{human_bytes(num_bytes)} from GPU 0 to GPU 1"
-        yield timed("interconnect", lambda: other.copy_(here), how=how, value_of=lambda s: num_bytes / s)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

@@ -36,13 +36,12 @@ from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import Structure
 from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.observers import ChangedChunks, Observers, WriteObservers
-from gemini.train.params.by_name import ByName
+from gemini.train.params.by_name import ByName, Owner
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import StageParam, TensorSlice
 from gemini.train.passes.again import Again
 from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.forward import ForwardPass, Parts
-from gemini.train.passes.hooks import Passes
 from gemini.train.passes.parking import Parking
 from gemini.train.passes.stepping import Stepping
 from gemini.train.setup.adoption import Adoption, TrainedParams, take_apart
@@ -99,7 +98,7 @@ class Engine:
         opened: ExitStack,
     ) -> None:
         # Weak already here: what is made below must not keep the engine, which goes with its model.
-        own, config, ranks = weakref.ref[Passes](self), self.config, self.ranks
+        own, config, ranks = weakref.ref[Owner](self), self.config, self.ranks
         # Where the bytes are, and what moves them; then what computes with them, and the passes of a step.
         built = build(structure, config, device, own, ranks, rule, cuts, opened)
         self.decision = built.decision

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -306,7 +307,9 @@ def test_what_is_chosen_for_the_step_of_training_is_not_of_a_model_beside_it(tmp
     judge, hardware = other(), load_hardware("rtx4090")
     memory = budget(tmp_path, shared=False)
     config = gemini.GeminiConfig("bf16", memory, device="cpu", hardware=hardware, step="fastest", kept_blocks=1)
-    found = manage_beside([judge], llama(), config, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = manage_beside([judge, judge], llama(), config, None)  # a program may prepare it twice
     assert is_managed(judge) and (found.step, found.kept_blocks) == ("fastest", 1)
     assert world_of(judge).config.kept_blocks is None
 

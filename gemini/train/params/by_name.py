@@ -354,10 +354,15 @@ class Owner(Protocol):
     store: ChunkStore
     state: StepState
     by_names: ByName
-    # Of the passes, which are in a room above: `ForwardPass`, `BackwardPass`, `Stepping`.
+    # Of rooms above: `Decision`, `ForwardPass`, `BackwardPass`, `Recovery`, `Stepping`.
+    decision: Any
     forward: Any
     backward: Any
+    recovery: Any
     stepping: Any
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight."""
 
 
 def owner_of(handle: ParamHandle) -> Owner:

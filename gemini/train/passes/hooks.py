@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,9 +30,7 @@ from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewrit
 from gemini.train.observers import innermost_transform
 from gemini.train.params.by_name import Owner
 from gemini.train.params.handle import ParamHandle, handles_of
-from gemini.train.passes.backward import BackwardPass, Recovery
-from gemini.train.passes.forward import ForwardPass, resident_chunks
-from gemini.train.setup.problem import Decision
+from gemini.train.passes.forward import resident_chunks
 
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
@@ -44,19 +42,7 @@ Pre = Callable[[nn.Module, Any], None]
 Post = Callable[[nn.Module, Any, Any], Any]
 
 
-class Passes(Owner, Protocol):
-    """Passes of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
-
-    decision: Decision
-    forward: ForwardPass
-    backward: BackwardPass
-    recovery: Recovery
-
-    def drain(self) -> None:
-        """Wait until nothing is in flight."""
-
-
-def attach(structure: Structure, passes: Passes, hooks: list[list[Any]]) -> None:
+def attach(structure: Structure, passes: Owner, hooks: list[list[Any]]) -> None:
     """Register every hook on a model, and note it in ``hooks``, which is the model's own and all that is ever to be
     removed: in one list those of the root, in another those that change with what is compiled.
     """
@@ -68,7 +54,7 @@ def attach(structure: Structure, passes: Passes, hooks: list[list[Any]]) -> None
     _attach_parts(structure, passes, parts, waits)
 
 
-def _attach_parts(structure: Structure, passes: Passes, hooks: list[Any], waits: Mapping[str, Chunks]) -> None:
+def _attach_parts(structure: Structure, passes: Owner, hooks: list[Any], waits: Mapping[str, Chunks]) -> None:
     """Register hooks on all modules but the root, as what is compiled has it now. ``waits``: by path of an entrance,
     the resident chunks whose updates it waits for.
     """
@@ -102,7 +88,7 @@ def _attach_parts(structure: Structure, passes: Passes, hooks: list[Any], waits:
         _attach_casts(structure, passes, hooks, dtype)
 
 
-def _attach_casts(structure: Structure, passes: Passes, hooks: list[Any], dtype: torch.dtype) -> None:
+def _attach_casts(structure: Structure, passes: Owner, hooks: list[Any], dtype: torch.dtype) -> None:
     ref, model = weakref.ref(passes), structure.model
     kept = {key: passes.decision.kept.get(key, MADE) for key in passes.params.in_fp32}
     cast_where_they_meet(structure, kept, dtype, hooks)
@@ -116,17 +102,17 @@ def _attach_casts(structure: Structure, passes: Passes, hooks: list[Any], dtype:
             hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
 
 
-def _cast_if_outermost(ref: weakref.ref[Passes], dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _cast_if_outermost(ref: weakref.ref[Owner], dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Cast inputs where a user calls in, and not where the model itself does, or repeats it in backward."""
     passes = ref()
     inside = not passes or passes.forward.calls.depth or passes.state.in_backward
     return None if inside else cast_inputs(dtype, module, args, kwargs)
 
 
-def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> None:
+def _unmerge_if_disabled(ref: weakref.ref[Owner], layer: Any, args: Any) -> None:
     """Take merged adapters out before a layer computes without them: in its own forward the write would be refused."""
     if layer.disable_adapters and layer.merged:
-        passes: Passes = passes_of(ref)
+        passes: Owner = passes_of(ref)
         for handle in handles_of(layer.parameters()):
             if handle.chunk.resident:
                 passes.forward.exposure.expose(handle.chunk)  # after its update
@@ -162,7 +148,7 @@ def _chunks_to_keep(structure: Structure, gathered: list[Chunks]) -> dict[int, C
     return found
 
 
-def _chunks_to_await(structure: Structure, passes: Passes) -> dict[str, Chunks]:
+def _chunks_to_await(structure: Structure, passes: Owner) -> dict[str, Chunks]:
     """Find, by path of an entrance, the resident chunks whose updates it waits for before it computes. A block waits
     for all that it holds; what is around blocks for what it reads itself. A param that is read elsewhere is still
     guarded, and waits then.
@@ -190,7 +176,7 @@ def _after_parametrization(module: nn.Module, args: Any, output: Any) -> None:
             handle.version = handle.param._version
 
 
-def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre, post: Post) -> tuple[Pre, Post]:
+def _taking_over(ref: weakref.ref[Owner], handles: list[ParamHandle], pre: Pre, post: Post) -> tuple[Pre, Post]:
     """Add to the hooks of a module that may write to ``handles`` what makes its writes the masters."""
     if not handles:
         return pre, post
@@ -212,7 +198,7 @@ def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre,
     return begin, end
 
 
-def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: Chunks, parts: list[Any]) -> None:
+def _attach_root(structure: Structure, passes: Owner, hooks: list[Any], resident: Chunks, parts: list[Any]) -> None:
     """Register hooks on the root. They run while those of ``parts`` change, and so stay."""
     ref, model = weakref.ref(passes), structure.model
     chunks, rewritten = _to_gather(structure.visits[0].params), handles_of(rewritten_by(model))
@@ -229,7 +215,7 @@ def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], residen
 
 
 def _begin_root(
-    ref: weakref.ref[Passes],
+    ref: weakref.ref[Owner],
     compiled: CompiledParts,
     parts: list[Any],
     chunks: Chunks,
@@ -238,7 +224,7 @@ def _begin_root(
     args: Any,
 ) -> None:
     """Begin a call of the whole model, ``module``."""
-    passes: Passes = passes_of(ref)
+    passes: Owner = passes_of(ref)
     state = passes.state
     # First of all: what an interrupt has left open would make the rest of this hook go wrong. Inside another call of
     # this thread nothing was interrupted.
@@ -259,7 +245,7 @@ def _begin_root(
     passes.forward.begin_call(module, chunks, resident)
 
 
-def _follow_compiled(model: nn.Module, passes: Passes, parts: list[Any]) -> None:
+def _follow_compiled(model: nn.Module, passes: Owner, parts: list[Any]) -> None:
     """Hook a model's modules anew: some were compiled, or are no longer, and what is gathered when goes by that."""
     # Updates in flight are awaited by the hooks that go now.
     passes.drain()
@@ -273,11 +259,11 @@ def _follow_compiled(model: nn.Module, passes: Passes, parts: list[Any]) -> None
         _attach_parts(structure, passes, parts, waits)
 
 
-def _pre(ref: weakref.ref[Passes], chunks: Chunks, resident: Chunks, keep: Chunks, *, is_entrance: bool) -> Pre:
+def _pre(ref: weakref.ref[Owner], chunks: Chunks, resident: Chunks, keep: Chunks, *, is_entrance: bool) -> Pre:
     """Make the hook that begins the call of a module. It runs on the thread that calls the module."""
 
     def pre(module: nn.Module, args: Any) -> None:
-        passes: Passes = ref() or passes_of(ref)
+        passes: Owner = ref() or passes_of(ref)
         if keep and not chunks and not is_entrance and passes.forward.observers.are_there:
             return  # it keeps nothing then, and has no other reason to be hooked
         state = passes.state
@@ -290,7 +276,7 @@ def _pre(ref: weakref.ref[Passes], chunks: Chunks, resident: Chunks, keep: Chunk
     return pre
 
 
-def _unless_served(passes: Passes, chunks: Chunks, resident: Chunks, pre: Pre, post: Post) -> tuple[Pre, Post]:
+def _unless_served(passes: Owner, chunks: Chunks, resident: Chunks, pre: Pre, post: Post) -> tuple[Pre, Post]:
     """Make the same hooks for a module inside another, for which its weights are ordinary ones already: then there is
     nothing to do but to wait for updates under way, whatever it reads, saves or leaves behind.
     """
@@ -325,11 +311,11 @@ def _unless_served(passes: Passes, chunks: Chunks, resident: Chunks, pre: Pre, p
     return pre_unless_served, post_unless_served
 
 
-def _post(ref: weakref.ref[Passes]) -> Post:
+def _post(ref: weakref.ref[Owner]) -> Post:
     """Make the hook that ends the call of a module, and notices when its backward begins."""
 
     def post(module: nn.Module, args: Any, output: Any) -> Any:
-        passes: Passes = ref() or passes_of(ref)
+        passes: Owner = ref() or passes_of(ref)
         record = passes.forward.end_call(module)
         if not record or output is None:
             return None
