@@ -280,10 +280,8 @@ def fill_fastest(problem: Problem) -> Placement:
     accelerator those of a chunk together or not at all, because that decides where its update runs). If everything fits
     the computing tier, nothing is kept free for gathering. Raises BudgetExceeded if it does not fit.
     """
-    stages = (
-        sum(sum(own.values()) for own in problem.sizes) + problem.activations + problem.beside
-        > problem.budgets[problem.compute]
-    )
+    everything = sum(sum(own.values()) for own in problem.sizes) + problem.activations + problem.beside
+    stages = everything > problem.budgets[problem.compute]
     placement = _fill(problem, problem.spoken_for(gathers=False, stages=stages))
     if problem.demands(placement) != problem.spoken_for(gathers=False, stages=stages):
         placement = _fill(problem, problem.spoken_for())  # some weights move: leave room to gather them

@@ -206,14 +206,12 @@ def _make_parts(built: Built, config: GeminiConfig, ranks: Ranks, rule: UpdateRu
     working_set = store.working_set if shared or store.moves else 0
     # Other slices and stages may have a part of the norms.
     stages = ranks.stages if params.of_stages else Wire()
-    copies = params.copies(stages.rank) if params.of_stages else []
     knows_all = not ranks.slice_ or ranks.is_one_model
-    norms = GradientNorms(params.handles, slices, stages, copies=copies, knows_all=knows_all)
+    norms = GradientNorms(params.handles, slices, stages, copies=params.copies(stages.rank), knows_all=knows_all)
     gradients = GradientStore(params.handles, store, norms, working_set=working_set)
     activations = ActivationStore(store, calls, built.decision.offload_activations)
     scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
-    transient = config.gradients == "transient"
-    sink = GradientSink(params, store, state, updates, gradients, scaling, transient=transient)
+    sink = GradientSink(params, store, state, updates, gradients, scaling, transient=config.gradients == "transient")
     company = Company(ranks, store.mover)
     if shared:
         # Where other ranks have the same params, weights and gradients are divided among them. No script is followed

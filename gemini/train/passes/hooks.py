@@ -74,7 +74,7 @@ def _attach_parts(structure: Structure, passes: Owner, hooks: list[Any], waits: 
         is_around = bool(keep) or (entrance and id(module) in structure.holders)
         if module is not model and (chunks or rewritten or is_around):
             # What it writes to in place must be updated first, or the update would overwrite what it wrote.
-            resident = (*resident, *resident_chunks(rewritten)) if rewritten else resident
+            resident += resident_chunks(rewritten)
             pre, post = _pre(ref, chunks, resident, keep, is_entrance=entrance), _post(ref)
             if chunks or not passes.store.moves:
                 # Most hooks have nothing to do: those return at one look.
@@ -113,9 +113,8 @@ def _unmerge_if_disabled(ref: weakref.ref[Owner], layer: Any, args: Any) -> None
     """Take merged adapters out before a layer computes without them: in its own forward the write would be refused."""
     if layer.disable_adapters and layer.merged:
         passes: Owner = passes_of(ref)
-        for handle in handles_of(layer.parameters()):
-            if handle.chunk.resident:
-                passes.forward.exposure.expose(handle.chunk)  # after its update
+        for chunk in resident_chunks(handles_of(layer.parameters())):
+            passes.forward.exposure.expose(chunk)  # after its update
         passes.forward.unmerge(layer)
 
 
