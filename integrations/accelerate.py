@@ -123,10 +123,10 @@ class GeminiAccelerator(Accelerator):
                 "brings FSDP or DeepSpeed: leave that out and pass parallelism_config= to GeminiAccelerator"
             )
         parallel = self._gemini_parallel = parallel_of(parallelism, self.num_processes, self.device.type)
-        if parallel.mesh is not None:
-            self.state.device_mesh = parallel.mesh  # by which accelerate's data loaders divide samples
         if self._sharing > 1:
             self._let_ranks_read()
+        if parallel.mesh is not None:  # last of what may be refused: all accelerators of a process share their state
+            self.state.device_mesh = parallel.mesh  # by which accelerate's data loaders divide samples
         self._gemini_config, self._gemini_flag = config, flag
         self._gemini_turns = Turns()
         if flag == "fp16" or (config is not None and config.precision == "fp16"):
