@@ -259,7 +259,7 @@ def _check_model(source: ModelSource, options: Options) -> None:
     """Refuse adapters of a model without weights, and sequences that are longer than it has positions."""
     if options.model.use_peft and source.weights is None:
         raise JobError(f"--use_peft adapts trained weights, and {source.label} has none: give a model folder.")
-    args, longest = options.args, getattr(source.config, "max_position_embeddings", None)
+    args, longest = options.args, getattr(source.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and (getattr(args, "max_length", None) or 0) > longest:
         if "max_length" in options.said:
             raise JobError(f"--max_length {args.max_length} is more than the model's {longest} positions.")

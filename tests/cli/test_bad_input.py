@@ -121,6 +121,9 @@ def test_a_vocabulary_or_window_that_does_not_fit(
     command = ["sft", "--model_name_or_path", path, "--dataset_name", text, "--output_dir", tmp_path / "out"]
     refused(gemini_command(*command), "has a vocabulary of 100", "vocab_size of at least 257")
     refused(gemini_command(*command, "--max_length", 64), "--max_length 64 is more than the model's 32 positions")
+    # Of a model of several parts the one that reads text says it.
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": {"max_position_embeddings": 32}}))
+    refused(gemini_command(*command, "--max_length", 64), "--max_length 64 is more than the model's 32 positions")
 
 
 def test_special_tokens_that_no_text_becomes_may_be_beyond_the_vocabulary(
