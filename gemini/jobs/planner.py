@@ -337,13 +337,11 @@ def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
         with suppress(JobError):  # of a model that they are not for
             yield from _ways(way.changed(kernels="liger", tile_tokens=None), sequences)
         return
-    asked, most = way.settings, 0
+    asked = way.settings
     one: dict[str, Any] = {"batch_size": 1} | ({"tile_tokens": None} if asked.tile_tokens == "auto" else {})
     is_open = way.machine.hardware is not None and not asked.gradient_checkpointing
     keeps = way.machine.hardware is not None and asked.kept_blocks in (None, "auto")
     for checkpointing in (True, False) if is_open else (asked.gradient_checkpointing,):
-        if most:  # all kept is as good as none checkpointed
-            return
         base = way.changed(gradient_checkpointing=checkpointing, kept_blocks=None if keeps else asked.kept_blocks)
         try:
             saves = base.changed(**one).trace().checkpoint_bytes > 0
@@ -351,12 +349,15 @@ def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
             if checkpointing and is_open:  # the model has none
                 continue
             raise
+        most = 0
         with suppress(GeminiError):  # it cannot be told by block
             most = base.changed(**one, kept_blocks=ALL).trace().kept_blocks if saves and keeps else 0
         places = ("no", "cpu") if saves else ("no",)
         may_move = way.machine.hardware and way.machine.compute is Tier.GPU and asked.offload_activations == "auto"
         for where in places if may_move else (asked.offload_activations,):
             yield from ((other, most) for other in _of_sizes(base.changed(offload_activations=where), sequences))
+        if most:  # all kept is as good as none checkpointed
+            return
 
 
 def _of_sizes(way: Way, sequences: int) -> Iterator[Way]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ STEPS = 8  # of a trial: RAdam, for one, computes otherwise from its sixth step 
 SHAPE = (61, 72)  # of the matrix: more than two blocks of ALIGN elements, and a tail that no vector register divides
 SHAPES = {0: (), 1: (61,), 2: SHAPE, 3: (3, 5, 7), 4: (3, 4, 5, 7)}  # where an update asks for other dimensions
 _SEED = 20
-_draw = partial(torch.randn, dtype=torch.float32, device="cpu")  # whatever dtype the program has as its default
 
 
 class Refusal(Exception):
@@ -349,20 +348,22 @@ def _check(rule: AdoptedRule, hypers: Hypers, what: str) -> None:
 
 def begin_of(shape: tuple[int, ...]) -> Tensor:
     """The weights that a trial of a param begins with."""
-    return _draw(shape, generator=_generator(_SEED))
+    return _draw(shape, _SEED)
 
 
 def gradient(number: int, shape: tuple[int, ...]) -> Tensor:
     """The gradient of step ``number``, from 1 on: partly the same in each, of several sizes, here and there zero."""
-    steady = _draw(shape, generator=_generator(_SEED + 1)) * math.cos(number / 2)
-    fresh = _draw(shape, generator=_generator(_SEED + 1 + number))
+    steady = _draw(shape, _SEED + 1) * math.cos(number / 2)
+    fresh = _draw(shape, _SEED + 1 + number)
     place = torch.arange(math.prod(shape), dtype=torch.float32, device="cpu").view(shape)
     size, last = place % 7 * 0.3, place / max(math.prod(shape), 1)  # its beginning is unlike its end
     return (steady + fresh) * size * (1 + 30 * last) * 1e-2
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator(device="cpu").manual_seed(seed)
+def _draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    source = torch.Generator(device="cpu").manual_seed(seed)
+    # Whatever dtype and device the program has as its defaults.
+    return torch.randn(shape, generator=source, dtype=torch.float32, device="cpu")
 
 
 class Snapshot(NamedTuple):

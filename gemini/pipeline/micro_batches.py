@@ -349,5 +349,5 @@ def _plain_twin(model: Any) -> nn.Module:
     own = {name: value for name, value in vars(model).items() if not name.startswith("_gemini") and name != "forward"}
     twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in own.items()})
     for module, other in zip(model.modules(), twin.modules(), strict=True):
-        rebind_forward(module, other)
+        rebind_forward(module, other, memo)
     return twin  # type: ignore[no-any-return]

@@ -61,11 +61,10 @@ def _spans(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Span
     for task, start, stop in zip(graph.tasks, run.start, run.stop, strict=True):
         if start >= end or stop <= begin or stop <= start or task.hop.cause == LAUNCHING:
             continue
-        inside = min(stop, end) - max(start, begin)
-        hop = task.hop
+        first, last, hop = max(start, begin), min(stop, end), task.hop
+        inside = last - first
         num_bytes = hop.num_bytes if inside == stop - start else round(hop.num_bytes * inside / (stop - start))
-        first, last = max(start, begin) - begin, min(stop, end) - begin
-        found.append(Span(hop.track, first, last, hop.name, task.moment, hop.chunk, num_bytes))
+        found.append(Span(hop.track, first - begin, last - begin, hop.name, task.moment, hop.chunk, num_bytes))
     return tuple(sorted(found, key=lambda span: (span.start, span.stop, span.track.value, span.name)))
 
 

@@ -436,9 +436,12 @@ def batch_for(
         model_class: if not the one that :func:`model_class_for` finds.
 
     Raises:
-        ValueError: for a model whose inputs cannot be guessed from its config.
+        ValueError: for a model whose inputs cannot be guessed from its config, and for no samples or positions.
     """
+    if min(batch_size, seq_len) < 1:
+        raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: each is at least 1")
     model_class = model_class or model_class_for(config)
+    check_class(model_class)
     name = model_class.__name__
     known = inspect.signature(model_class.forward).parameters
 
@@ -515,7 +518,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 memo[id(scales)] = scales
         copied = copy.deepcopy(model, memo)
         for own, other in zip(model.modules(), copied.modules(), strict=True):
-            rebind_forward(own, other)
+            rebind_forward(own, other, memo)
         return copied
     except Exception as e:
         raise GeminiError(
@@ -524,39 +527,46 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         ) from e
 
 
-def rebind_forward(own: nn.Module, other: nn.Module) -> None:
+def rebind_forward(own: nn.Module, other: nn.Module, memo: Mapping[int, Any]) -> None:
     """Let a copy have the forward by which its module's own was replaced, as TRL does it for a fused head; of one that
-    was compiled the Python, and of what wraps its own, as tiles do, that. It calls the copy then, by what it closes
-    over as well: of that deepcopy makes none. A method of something else was copied with it.
+    was compiled the Python, and of what wraps its own, as tiles do, that. It works with the copies of what it closes
+    over, which the ``memo`` of deepcopy has: of functions deepcopy makes none. Other objects were copied with it.
     """
-
-    def method_in(value: Any) -> Any:
-        wrapped = getattr(value, "__wrapped__", None)
-        return wrapped if getattr(wrapped, "__self__", None) is own else value
-
-    forward = method_in(own.__dict__.get("forward"))
+    forward = _own_method(own.__dict__.get("forward"), own)
     if is_compiled(own):
         other.__dict__[COPY_OF_COMPILED] = True  # that it reads its params together is kept
         if forward is not None and forward is compiled_part(own):
             del other.__dict__["forward"]
             forward = getattr(forward, "_torchdynamo_orig_callable", forward)
     function: Any = getattr(forward, "__func__", None) if getattr(forward, "__self__", None) is own else None
-    if function is type(own).forward:
+    if isinstance(forward, FunctionType):
+        other.__dict__["forward"] = _closed_over(forward, own, memo)
+    elif function is type(own).forward:
         other.__dict__.pop("forward", None)
     elif isinstance(function, FunctionType):
-        cells = list[CellType]()
-        for cell in function.__closure__ or ():
-            value = method_in(cell.cell_contents)
-            if value is own:
-                value = other
-            elif isinstance(value, MethodType) and value.__self__ is own:
-                value = MethodType(value.__func__, other)
-            cells.append(CellType(value))
-        bound = FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, (*cells,)
-        )
-        bound.__kwdefaults__ = function.__kwdefaults__
-        other.__dict__["forward"] = MethodType(bound, other)
+        other.__dict__["forward"] = MethodType(_closed_over(function, own, memo), other)
+
+
+def _own_method(value: Any, own: nn.Module) -> Any:
+    """The method of ``own`` that a function wraps, or the value itself."""
+    wrapped = getattr(value, "__wrapped__", None)
+    return wrapped if getattr(wrapped, "__self__", None) is own else value
+
+
+def _closed_over(function: FunctionType, own: nn.Module, memo: Mapping[int, Any]) -> FunctionType:
+    """The same function over the copies of what it closes over."""
+    cells = list[CellType]()
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # nothing is in it
+            value = _own_method(cell.cell_contents, own)
+            if isinstance(value, MethodType) and id(value.__self__) in memo:
+                cell = CellType(MethodType(value.__func__, memo[id(value.__self__)]))
+            elif id(value) in memo:
+                cell = CellType(memo[id(value)])
+        cells.append(cell)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, (*cells,))
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _empty_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -592,8 +602,7 @@ def fake_input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor])
                 known[id(value)] = _empty_as(value.detach(), mode)
             else:
                 with unset_fake_temporarily():
-                    on_cpu = torch.ones(value.shape, dtype=value.dtype) if value.is_meta else value.detach().cpu()
-                    known[id(value)] = on_cpu
+                    known[id(value)] = torch.ones(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
         return known[id(value)]
     if isinstance(value, (list, tuple)):
         return type(value)(fake_input(item, mode, known) for item in value)

@@ -367,11 +367,6 @@ class Observer:
 
     cover = expose
 
-    def _phase(self) -> Phase:
-        if not self._in_backward:
-            return Phase.FORWARD
-        return Phase.RECOMPUTE if self._calls.running else Phase.BACKWARD
-
     def _cut(self, key: Any) -> None:
         """End the moment that runs. What stands between two boundaries without an operation is no moment."""
         now = self.now()
@@ -392,9 +387,10 @@ class Observer:
             return None
         peak, taken = meter.take()
         saved, restored = self.saved.take()
+        in_backward = Phase.RECOMPUTE if self._calls.running else Phase.BACKWARD
         moments.append(
             Moment(
-                phase=self._phase(),
+                phase=in_backward if self._in_backward else Phase.FORWARD,
                 module=self._path,
                 params=tuple(sorted(taken.read.union(self._gathered))),
                 live_bytes=meter.live,

@@ -178,9 +178,8 @@ class Recording:
         """PlanMismatch is raised for a trace of another model."""
         # Weakly: a program may keep the recording, to read its timeline, for longer than the model.
         self._engine: Callable[[], Any] = weakref.ref(engine)
-        self._flops = 0  # of a batch, where a trace says so
+        self._flops = 0 if trace is None else trace.flops  # of a batch
         if trace is not None:
-            self._flops = trace.flops
             ours = engine.decision.trace
             # A trace may have been made without knowing what stays in fp32 here.
             ours.check_same_model(trace.with_fp32({p.name for p in ours.params if p.fp32}), what="the trace")
@@ -188,9 +187,9 @@ class Recording:
         # By `id`, as of now: the model is the caller's, and outlives the block.
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._name = type(model).__name__
-        ranks = self._ranks = engine.ranks.everyone.size
+        self._ranks = engine.ranks.everyone.size
         self._title = f"{self._name}, {engine.config.precision}, {engine.store.device.name}"
-        self._title += f", 1 of {ranks} ranks" if ranks > 1 else ""
+        self._title += f", 1 of {self._ranks} ranks" if self._ranks > 1 else ""
         self._budgets = {tier: engine.store.ledger.budget(tier) for tier in engine.store.ledger.tiers}
         self.gives_way: Callable[[], Callable[[], None] | None] = lambda: None
         """Finds what ends it for a recording of the program's, where it is one of Gemini's own."""

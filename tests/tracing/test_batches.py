@@ -89,6 +89,13 @@ def test_what_cannot_be_guessed_is_asked_for() -> None:
     made = transformers.ResNetConfig()
     with pytest.raises(ValueError, match="image_size"):
         gemini.batch_for(made)
+    for none in ({"batch_size": 0}, {"seq_len": 0}):
+        with pytest.raises(ValueError, match="each is at least 1"):
+            gemini.batch_for(transformers.GPT2Config(), **none)
+    with pytest.raises(
+        TypeError, match="model_class= is a model class or an auto class of transformers, got 'GPT2LMHeadModel'"
+    ):
+        gemini.batch_for(transformers.GPT2Config(), model_class="GPT2LMHeadModel")
 
 
 @pytest.mark.parametrize("batch", [(torch.zeros(1, 4),), [torch.zeros(1, 4)], torch.zeros(1, 4)])

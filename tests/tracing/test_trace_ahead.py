@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -210,6 +211,41 @@ class Fused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(self.first(x), self.inner[0].weight).sum()
+
+
+class Twice(nn.Module):
+    """``how`` its forward was replaced, by what closes over its parts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        first, second, own, twice = self.first, self.second, self, type(self).twice
+        call, weight, bias = first.forward, first.weight, first.bias
+
+        def layers(self: Twice, x: torch.Tensor) -> torch.Tensor:
+            return second(first(x)).sum() if x is not None else _nothing
+
+        ways: dict[str, Any] = {
+            "layers": MethodType(layers, self),
+            "function": lambda x: own.twice(x),
+            "method": MethodType(lambda self, x: self.second(call(x)).sum(), self),
+            "param": MethodType(lambda self, x: self.second(functional.linear(x, weight, bias)).sum(), self),
+        }
+        self.forward = ways.get(how) or MethodType(twice, self)
+        for _nothing in ():  # so that its cell has nothing in it
+            pass
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).sum()
+
+
+@pytest.mark.parametrize("how", ["layers", "function", "method", "param"])
+def test_a_forward_in_place_of_its_own_is_traced_over_copies(how: str) -> None:
+    model, batch = Twice(how), {"x": torch.zeros(4, 8)}
+    found, plain = (gemini.trace(each, batch, target="cpu") for each in (model, Twice("")))
+    assert all(param.grad is None for param in model.parameters())
+    assert (found.flops, found.peak_bytes) == (plain.flops, plain.peak_bytes)
+    assert {index for moment in found.moments for index in moment.gradients} == {0, 1, 2, 3}
 
 
 def test_a_weight_that_is_read_elsewhere_is_needed_there() -> None:
