@@ -41,7 +41,7 @@ from gemini.jobs.models import ModelSource, find_model, hush, tokenizer_of
 from gemini.jobs.parts import check_start, claimed, open_data, prepare_out, words_of
 from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.trace import params_of
-from gemini.jobs.train_options import GeminiArguments, Options, Parser, options_of, rows_of, stem
+from gemini.jobs.train_options import ROWS, GeminiArguments, Options, Parser, options_of, stem
 from gemini.patches import replaced
 from gemini.planning.parallel import block_by_block
 from gemini.ranks import launch
@@ -328,7 +328,7 @@ def trace_of(options: Options, model: Any) -> gemini.MemoryTrace | None:
         return None
     if ours.ep > 1 or kind in ("grpo", "rloo", "distillation"):
         raise JobError(f"gemini {kind} needs --activations, such as 4GiB: such a step is not traced ahead.")
-    rows = args.per_device_train_batch_size * rows_of(kind)
+    rows = args.per_device_train_batch_size * ROWS.get(kind, 1)
     config: Any = model.config.get_text_config()
     longest = args.max_length or getattr(config, "max_position_embeddings", None)
     if longest is None:

@@ -99,6 +99,9 @@ _KINDS = {
 }
 """How some options are read, where it is more than their type."""
 
+ROWS = {"dpo": 2, "reward": 2}
+"""By kind of training the rows that a model computes for one example, if more than one: those of a pair."""
+
 _TrlParser: Any = trl.TrlParser
 
 
@@ -199,7 +202,7 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
     if kind in ("dpo", "kto") and not (values.use_peft or values.sync_ref_model):
         unsaid["precompute_ref_log_probs"] = True  # by the model itself, before its first step: no second one in memory
     plan = None if values.plan is None else document.load(Path(values.plan), "--plan", Plan.from_json)
-    planned = {} if plan is None else step_of(plan, rows_of(kind), values.plan)
+    planned = {} if plan is None else step_of(plan, ROWS.get(kind, 1), values.plan)
     for name, value in (unsaid | planned).items():
         if name not in said:
             setattr(values, name, value)
@@ -256,11 +259,6 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes
             f"give --replicas {num_processes}, and each has the whole model."
         )
     return config
-
-
-def rows_of(kind: str) -> int:
-    """Rows that a model computes for one example of a batch."""
-    return 2 if kind in ("dpo", "reward") else 1  # of a pair
 
 
 def step_of(plan: Plan, rows: int, path: str) -> dict[str, Any]:

@@ -71,12 +71,11 @@ def course_of(
             f"{type(model).__name__} adds a loss of its routers (output_router_logits=True), to which every block "
             "contributes and which pipeline stages do not pass on. Set it to False"
         )
-    flow, blocks, readable, kept = _flow_of(model, batch, loss_from)
+    flow, blocks, readable = _flow_of(model, batch, loss_from)
     before, after = _around(type(model).__name__, flow.order, blocks)
-    fault = flow.fault or (kept is not None and f"{kept or 'it'} keeps something that a forward has made")
-    if fault:
+    if flow.fault:
         raise ValueError(
-            f"in {type(model).__name__} {fault}, and pipeline stages pass on hidden states alone. Use dp or tp"
+            f"in {type(model).__name__} {flow.fault}, and pipeline stages pass on hidden states alone. Use dp or tp"
         )
     given = [flow.gives[block] for block in blocks]
     num_given = tuple(len(gives) if isinstance(gives, tuple) else 0 for gives in given)
@@ -100,8 +99,8 @@ def course_of(
 
 def _flow_of(
     model: nn.Module, batch: Mapping[str, Any], loss_from: Callable[[Any], torch.Tensor] | None
-) -> tuple[Flow, tuple[str, ...], frozenset[str] | None, str | None]:
-    """Run a fake copy, and look on: the flow, the blocks, what is readable, and a module that keeps what was made."""
+) -> tuple[Flow, tuple[str, ...], frozenset[str] | None]:
+    """Run a fake copy, and look on: the flow, the blocks, and what is readable."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Labels are often the tensor of the inputs, and what reads that one reads no labels.
     batch = {n: v.clone() if n in LABELS and isinstance(v, torch.Tensor) else v for n, v in batch.items()}
@@ -132,8 +131,9 @@ def _flow_of(
             ) from e
         # Those of Python and numpy; torch's operations draw nothing without values.
         flow.is_random |= _numbers_to_come() != drawn
-        changed = [name for name, marks in _kept_by(fake, blocks).items() if marks != kept.get(name)]
-    return flow, blocks, readable, changed[0] if changed else None
+        for name in [name for name, marks in _kept_by(fake, blocks).items() if marks != kept.get(name)]:
+            flow.found(f"{name or 'it'} keeps something that a forward has made")
+    return flow, blocks, readable
 
 
 def _around(kind: str, order: list[str], blocks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -249,9 +249,9 @@ class Flow(TorchDispatchMode):
         if name in self._blocks:
             hidden = args[0] if args else kwargs.get("hidden_states")
             if not isinstance(hidden, torch.Tensor):
-                self._found(f"{name} is not given hidden states")
+                self.found(f"{name} is not given hidden states")
             elif self._num_begun and hidden is not self._hidden_of(self._blocks[self._num_begun - 1]):
-                self._found(f"{name} is given something else than what the block before it gives")
+                self.found(f"{name} is given something else than what the block before it gives")
             else:
                 self._made[_key(hidden)] = {name}  # now it is its own, and nobody else's
                 self._alive.append(hidden.untyped_storage())
@@ -266,11 +266,11 @@ class Flow(TorchDispatchMode):
             self._num_ended += 1
             hidden = self._hidden_of(name)
             if hidden is None:
-                self._found(f"{name} gives no hidden states")
+                self.found(f"{name} gives no hidden states")
             elif name not in self._made.get(_key(hidden), ()):  # it may come from another thread, or pass through
-                self._found(f"{name} gives what it did not compute itself")
+                self.found(f"{name} gives what it did not compute itself")
         elif not self._open and not isinstance(output, torch.Tensor):
-            self._found(f"{name} gives more than one tensor")
+            self.found(f"{name} gives more than one tensor")
 
     def _hidden_of(self, block: str) -> torch.Tensor | None:
         gives = self.gives.get(block)
@@ -291,7 +291,7 @@ class Flow(TorchDispatchMode):
         self.flops[self.order[-1] if self.order else ""] += flops_of(func, args, kwargs, out)
         for tensor in _written(func, args, kwargs):
             if not here and _key(tensor) not in self._made:
-                self._found("it writes to what is there before it, outside of its blocks")
+                self.found("it writes to what is there before it, outside of its blocks")
             self._note(tensor, made)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and _key(tensor) not in read:  # a view has made nothing
@@ -315,14 +315,14 @@ class Flow(TorchDispatchMode):
                 self.order += sorted(owners)
                 self._after |= owners
             if here not in owners and (here or not owners <= self._after):
-                self._found(f"something of {min(owners)} is read outside of it")
+                self.found(f"something of {min(owners)} is read outside of it")
             return set()
         if key in self._free_params and self._num_begun:
-            self._found(f"{self._free_params[key]} is read behind the first of the blocks")
+            self.found(f"{self._free_params[key]} is read behind the first of the blocks")
         sources = self._made.get(key, set())
         for source in sources:
             if not self._may_read(source, here):
-                self._found(f"what {source} is given or gives is read in {here or 'what comes after the blocks'}")
+                self.found(f"what {source} is given or gives is read in {here or 'what comes after the blocks'}")
         return sources
 
     def _may_read(self, source: str, here: str) -> bool:
@@ -346,7 +346,7 @@ class Flow(TorchDispatchMode):
             return None
         return frozenset(name for name, value in output.items() if all(map(is_own, tree_leaves(value))))
 
-    def _found(self, fault: str) -> None:
+    def found(self, fault: str) -> None:
         self.fault = self.fault or fault
 
 

@@ -147,8 +147,7 @@ def plan_together(
         raise ValueError("plan_together takes a trace of one model or more, and was given none")
     if isinstance(budget, MemoryBudget) and budget.durable:
         raise ValueError("a durable store is of one model: plan with dataclasses.replace(budget, durable=False)")
-    if unknown := options.keys() - signature(plan).parameters.keys():
-        raise TypeError(f"plan_together has no {min(unknown)}=, nor has gemini.plan")
+    signature(plan).bind_partial(**options)  # TypeError for what it has not
     sharing = ranks if local_ranks is None else local_ranks
     given = {name: value for name, value in options.items() if value is not None}
     check_settings(given | {"accumulate": accumulate, "ranks": ranks, "local_ranks": sharing})

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -221,11 +221,8 @@ class Observer:
         self._outside = True
         began = self.now()
         try:
-            if self.meter is None:
+            with nullcontext() if self.meter is None else self.meter.paused():
                 yield
-            else:
-                with self.meter.paused():
-                    yield
         finally:
             self._outside = False
             self._away += self.now() - began

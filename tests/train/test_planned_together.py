@@ -215,7 +215,7 @@ def test_what_no_plan_can_be_made_with_is_refused_as_for_one_model(how: dict[str
             make()
     with pytest.raises(ValueError, match="a trace of one model or more"):
         gemini.plan_together({}, None, budget)
-    with pytest.raises(TypeError, match="plan_together has no accumulated=, nor has gemini.plan"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'accumulated'"):
         gemini.plan_together({"reference": evaluated(trace)}, None, budget, accumulated=2)
     # Two slots of everything, which only the plan of the model whose store it is has.
     durable = gemini.MemoryBudget(cpu="1GiB", nvme="1GiB", nvme_path="/tmp", durable=True)

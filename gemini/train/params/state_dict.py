@@ -127,8 +127,7 @@ def _in_slices(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping
     cuts = {name: handle.cut for name, param in expected.items() if (handle := handle_of(param))}
     if not any(cuts.values()):
         return state
-    values = ((name, value, cuts.get(name)) for name, value in state.items())
-    own = OrderedDict((name, cut.of(value) if cut else value) for name, value, cut in values)
+    own = OrderedDict((name, cut.of(value) if (cut := cuts.get(name)) else value) for name, value in state.items())
     # torch's loaders look there for versions of modules.
     own._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
     return own
