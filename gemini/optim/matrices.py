@@ -73,12 +73,9 @@ class MuonRule(UpdateRule):
         ends = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         ends.add(id(getattr(find_head(), "weight", None)))
-
-        def is_hidden(param: nn.Parameter) -> bool:
-            return param.dim() == 2 and id(param) not in ends
-
+        hidden = {id(param) for group in groups for param in group["params"] if param.dim() == 2} - ends
         split = (
-            {**group, "params": [param for param in group["params"] if is_hidden(param) is not adamw], "adamw": adamw}
+            {**group, "params": [p for p in group["params"] if (id(p) in hidden) is not adamw], "adamw": adamw}
             for adamw in (False, True)
             for group in groups
         )

@@ -302,7 +302,7 @@ class MemoryTrace(Document, kind="trace"):
             **{name: own and own.to_json() for name in _NESTED for own in [getattr(self, name)]},
             "together": together,
             "params": [list(param.values()) for param in body["params"]],
-            "moment_fields": _fields_of(Moment),
+            "moment_fields": list(Moment.__dataclass_fields__),
             "moments": [list(moment.values()) for moment in body["moments"]],
         }
 
@@ -314,7 +314,7 @@ class MemoryTrace(Document, kind="trace"):
                 **body,
                 **{name: cls.from_json(body[name]) if body.get(name) else None for name in _NESTED},
                 "read_together": body["together"],
-                "params": [dict(zip(_fields_of(TracedParam), values, strict=False)) for values in body["params"]],
+                "params": [dict(zip(TracedParam.__dataclass_fields__, v, strict=False)) for v in body["params"]],
                 "moments": [dict(zip(names, values, strict=True)) for values in body["moments"]],
             }
         )
@@ -356,10 +356,6 @@ class MemoryTrace(Document, kind="trace"):
         if self.seconds is not None:
             lines.append(f"computing took {self.seconds:.3g} s")
         return "\n".join(lines)
-
-
-def _fields_of(kind: type[Any]) -> list[str]:
-    return list(kind.__dataclass_fields__)
 
 
 def _said(param: TracedParam | None) -> str:

@@ -163,11 +163,6 @@ class Ranks:
         return self.writers is self.job
 
     @property
-    def writes_uncut(self) -> bool:
-        """Whether this rank writes params that are not cut: of slices that all have them, the first one does."""
-        return self.experts.rank == 0 and (self.parts.size == 1 or self.same_batch.rank == 0)
-
-    @property
     def is_cut(self) -> bool:
         """Whether Gemini has cut the model: this rank has a slice, a stage, or some of the experts."""
         return self.parts.size > 1 or self.experts.size > 1

@@ -53,17 +53,14 @@ class PinnedPages(Pages):
             check(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
         self._registered = True
 
-    def unregister(self) -> None:
-        if self._registered and os.getpid() == self._pid:
-            self._registered = False
-            with torch.cuda.device(self.device):  # threads begin with the first GPU: no context is made there
-                check(torch.cuda.cudart().cudaHostUnregister(self.address))
-
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if _ending():
             return
         try:  # before the addresses go: the driver would hold what is no longer there
-            self.unregister()
+            if self._registered and os.getpid() == self._pid:
+                self._registered = False
+                with torch.cuda.device(self.device):  # threads begin with the first GPU: no context is made there
+                    check(torch.cuda.cudart().cudaHostUnregister(self.address))
         finally:
             super().__del__()
 

@@ -185,11 +185,6 @@ class Manager:
 
     # ---- updates that read windows ------------------------------------------------------------------------------
 
-    def is_current(self, chunk: Chunk) -> bool:
-        """Whether an update may read the weights in the window: it holds what the home does, for nobody else."""
-        there = chunk.use in (Use.HOLD, Use.COMPUTE, Use.GRAD_READY)
-        return chunk.window is not None and there and not (chunk.stale or chunk.is_lent)
-
     def begin_update(self, chunk: Chunk) -> None:
         """Let an update read the window, which nobody reads after those who do now, until :meth:`end_update`."""
         self._updating[chunk.spec.index] = chunk

@@ -350,15 +350,6 @@ class Mover:
             copies.abandon()
             raise
 
-    def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
-        """Start to read a tile that somebody waits for, before other requests."""
-        # As with copies: who records wants to know when it was over.
-        if self.watch.recorder is not None:
-            self.load(plane, start, stop, into)
-            return DONE
-        self.count(plane.tier, Tier.CPU, into.nbytes)
-        return begin_move([(plane, into)], start, stop, write=False, urgent=True)
-
 
 class _TileCopies:
     """The tiles of a plane on their way into a window: read into areas of the calling thread's staging, cast into
@@ -390,7 +381,13 @@ class _TileCopies:
         if tile is None:
             place = self._read_into[self._num_begun % len(self._read_into)]
             tile = self._area(place, self._plane.dtype, stop - start)
-            read = self._mover._begin_read(self._plane, start, stop, tile)
+            # As with copies: who records wants to know when it was over.
+            if self._mover.watch.recorder is not None:
+                self._mover.load(self._plane, start, stop, tile)
+            else:
+                self._mover.count(self._plane.tier, Tier.CPU, tile.nbytes)
+                # Somebody waits for it: before other requests.
+                read = begin_move([(self._plane, tile)], start, stop, write=False, urgent=True)
         self._reading.append((start, stop, tile, read))
         self._num_begun += 1
 

@@ -186,16 +186,10 @@ class Room:
         for index in victims:
             self.evict(self.chunks[index])
         # Victims leave frames in the pool. Those are room for a window of their size; for anything else they go back.
-        return self._trim(want) or bool(victims)
-
-    def _trim(self, want: Want) -> bool:
-        """Frames go back to the system, where what is evicted is not enough, or is no use as it is."""
-        if self.frames is None or not want.missing():
-            return False
-        num_bytes = self.frames.trim()
+        trimmed = self.frames.trim() if self.frames is not None and want.missing() else 0
         # Behind the memory itself: the books may say more than there is, never less.
-        self.ledger.release(self.tier, num_bytes, "pool")
-        return num_bytes > 0
+        self.ledger.release(self.tier, trimmed, "pool")
+        return bool(trimmed or victims)
 
     def _collect_lent(self, want: Want) -> bool:
         """Run the garbage collector, if anything is lent: only a cycle may hold it, or a thread that ends."""

@@ -169,7 +169,8 @@ def _home_of(engine: Engine, folder: Path, store: StoreFolder | None, draft: Dra
     ranks, tile = engine.ranks, engine.store.mover.tile
     copies = engine.params.copies(ranks.stages.rank)
     handles = [handle for handle in engine.params.handles if handle not in copies]
-    if not ranks.writes_uncut:
+    # Of slices that all have the params that are not cut, the first one writes them.
+    if ranks.experts.rank != 0 or (ranks.parts.size > 1 and ranks.same_batch.rank != 0):
         handles = [handle for handle in handles if handle.cut is not None]
     sources = sources_of(handles) if ranks.copies.rank == 0 else []
     if store is None:

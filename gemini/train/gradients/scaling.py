@@ -218,14 +218,6 @@ class Scaling:
             )
         return self.unscale if done == {True} else 1.0
 
-    def check_scaled(self) -> None:
-        """Refuse to unscale gradients of a loss that was not scaled."""
-        if not self.is_scaled:
-            raise GeminiError(
-                "GradScaler.unscale_() or step() on gradients of a loss that was not scaled: call "
-                "scaler.scale(loss).backward()"
-            )
-
     def mark_unscaled(self, handles: Iterable[ParamHandle]) -> None:
         """Note ``GradScaler.unscale_``: nothing is computed, the update multiplies."""
         self._unscaled.update(handle.name for handle in handles)

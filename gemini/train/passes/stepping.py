@@ -147,7 +147,11 @@ class Stepping:
     @alone
     def find_nonfinite(self, handles: list[ParamHandle]) -> bool:
         """Tell ``GradScaler.unscale_`` whether these gradients, scaled by a scaler, hold inf or NaN."""
-        self.scaling.check_scaled()
+        if not self.scaling.is_scaled:
+            raise GeminiError(
+                "GradScaler.unscale_() or step() on gradients of a loss that was not scaled: call "
+                "scaler.scale(loss).backward()"
+            )
         self._gradients.await_sums()
         return not math.isfinite(self._gradients.norms.total_sum(handles))
 

@@ -22,7 +22,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import NonFiniteGradient
 from gemini.interrupts import WHOLE
 from gemini.ledger import OF_BUDGET, Turn, Want
-from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.chunks.chunk import Chunk, Use
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import Mover
@@ -312,7 +312,9 @@ class Updates:
         it may go before the sums of gradients have come.
         """
         chunk, weights = update.chunk, update.chunk.weights
-        spares = update.path is Path.STAGED and weights.tier.in_files and self._manager.is_current(chunk)
+        # The window holds what the home does, for nobody else.
+        is_current = chunk.use in (Use.HOLD, Use.COMPUTE, Use.GRAD_READY) and not (chunk.stale or chunk.is_lent)
+        spares = update.path is Path.STAGED and weights.tier.in_files and chunk.window is not None and is_current
         whole = (chunk.flat.dtype, chunk.flat.numel()) == (weights.dtype, weights.numel)
         return chunk.flat if spares and whole else None
 
@@ -526,7 +528,10 @@ class DeferredFiniteChecks:
         the first param; what was updated and what was not it says.
         """
         try:
-            stopped = self._stopped()
+            used = [one for one in self._used if not one.is_good()]
+            found = iter(kernels.totals([sums for one in used for sums in one.sums.values()]))
+            bad_of = [[handle for handle in one.sums if not math.isfinite(next(found))] for one in used]
+            stopped = [(one, bad) for one, bad in zip(used, bad_of, strict=True) if bad]
         except Exception:  # told once; what a Ctrl-C breaks off is looked at again
             self.forget()
             raise
@@ -539,13 +544,6 @@ class DeferredFiniteChecks:
                     handle.num_steps -= 1
             if stopped:
                 self._refuse([handle for _, bad in stopped for handle in bad], num_updated)
-
-    def _stopped(self) -> list[tuple[_Used, list[ParamHandle]]]:
-        """Find what the device did not update, each with the params whose gradients are not finite."""
-        used = [one for one in self._used if not one.is_good()]
-        found = iter(kernels.totals([sums for one in used for sums in one.sums.values()]))
-        bad = [[handle for handle in one.sums if not math.isfinite(next(found))] for one in used]
-        return [pair for pair in zip(used, bad, strict=True) if pair[1]]
 
     def _refuse(self, bad: list[ParamHandle], num_updated: int) -> NoReturn:
         """Raise NonFiniteGradient. ``num_updated``: chunks of the same backward, or steps, that were updated."""
