@@ -87,9 +87,6 @@ _KIND_OF_FIGURE = {
     **dict.fromkeys(("interconnect", "network"), "wire"),
 }
 
-_TO_DIVIDE_HOST = ("cpu_threads", "torch_threads", "update_cpu_one")
-"""The figures without which nothing is known of updates on threads of their own."""
-
 
 class Cost(NamedTuple):
     """Seconds that a task takes alone, and the share of each resource that it uses meanwhile."""
@@ -129,8 +126,8 @@ class Costs:
         # threads of their own beside those of torch.
         self._computes_with = self._updates_with = 1.0
         self._update_threads: int | None = None
-        if beside and compute is Tier.CPU and all(map(hardware.has, _TO_DIVIDE_HOST)):
-            figures = hardware.figures
+        figures = hardware.figures
+        if beside and compute is Tier.CPU and {"cpu_threads", "torch_threads", "update_cpu_one"} <= figures.keys():
             cores, torch_threads = figures["cpu_threads"].value / local_ranks, figures["torch_threads"].value
             self._update_threads = update_threads or hardware.useful_threads(max(int(cores - torch_threads), 1))
             # Threads that slow each other down use more of the cores than they are.

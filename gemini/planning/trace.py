@@ -348,11 +348,11 @@ class MemoryTrace(Document, kind="trace"):
             lines.append(f"the peak is in {top.phase.value} of {top.module or 'the model itself'}")
         if self.checkpoint_bytes:
             lines.append(f"inputs of checkpointed blocks: {human_bytes(self.checkpoint_bytes)}")
-        for form in self.forms[1:]:
-            lines.append(
-                f"in tiles of {tile_words(form.tile_tokens)}: {human_bytes(form.peak_bytes)} at the peak, "
-                f"{abs(form.flops / max(1, self.flops) - 1):.0%} more work"
-            )
+        lines += [
+            f"in tiles of {tile_words(form.tile_tokens)}: {human_bytes(form.peak_bytes)} at the peak, "
+            f"{abs(form.flops / max(1, self.flops) - 1):.0%} more work"
+            for form in self.forms[1:]
+        ]
         if self.seconds is not None:
             lines.append(f"computing took {self.seconds:.3g} s")
         return "\n".join(lines)

@@ -21,8 +21,10 @@ from benchmarks._progress import run
 from gemini.ledger import Ledger
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, Use, make_plane
 from gemini.memory.devices.device import Device
+from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
+from gemini.memory.movement.transfers import Transfers
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ALIGN, ParamSpec, make_layout
 from gemini.planning.planes import WEIGHTS, PlaneSpec, compute_dtype
@@ -124,7 +126,14 @@ class World:
         self.files = {Tier.NVME: SpillFile(self.directory, total)} if self.home is Tier.NVME else {}
         self.mover = Mover(self.device, tile, self.ledger)
         self.chunks = [self._chunk(spec) for spec in self.layout.chunks]
-        self.manager = Manager(self.chunks, ledger=self.ledger, device=self.device, mover=self.mover)
+        self.manager = Manager(
+            self.chunks,
+            ledger=self.ledger,
+            device=self.device,
+            mover=self.mover,
+            foresight=Foresight(),
+            transfers=Transfers(self.mover),
+        )
         for chunk in self.chunks:
             chunk.on_gone.append(lambda gone: self.evicted.append(gone.spec.index))
         for index, chunk in enumerate(self.chunks):

@@ -99,8 +99,7 @@ def common_records(store: Path) -> list[CommitRecord]:
             "load a checkpoint"
         )
     size = max(record.text["ranks"] for record in ranks[0].values())
-    for rank in range(1, size):
-        ranks.append({record.sequence: record for record in _records_of(store, rank).values()})
+    ranks += [{record.sequence: record for record in _records_of(store, rank).values()} for rank in range(1, size)]
     if missing := [rank for rank, found in enumerate(ranks) if not found]:
         raise StorageError(
             f"{store} is of {size} ranks, and there is no commit of rank {missing[0]} here: ranks on several machines "

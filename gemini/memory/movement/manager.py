@@ -75,18 +75,16 @@ class Manager:
         device: Device,
         mover: Mover,
         policy: EvictionPolicy | None = None,
-        foresight: Foresight | None = None,
-        transfers: Transfers | None = None,
+        foresight: Foresight,
+        transfers: Transfers,
     ):
-        self.chunks, self.device = chunks, device
-        self.foresight = foresight or Foresight()
+        self.chunks, self.device, self.foresight = chunks, device, foresight
         self.num_gathers = 0
         self.more_to_come = False
         """Whether further micro-batches read what the one that computes does: its gradients are not the last."""
         self.source: WeightSource = Homes(mover, self.foresight)
         """Where weights come from. Another one is set before the first fetch."""
-        # Transfers without lanes begin nothing ahead, and every fetch is made where it is needed.
-        self._mover, self._transfers = mover, transfers or Transfers(mover)
+        self._mover, self._transfers = mover, transfers  # without lanes every fetch is made where it is needed
         self.ahead = self._transfers.open[Lane.FETCH]
         """Fetches that nobody has asked for yet, by index of the chunk; over when all copies are under way."""
         self._clock = 0

@@ -350,22 +350,16 @@ class Flights:
 
     def _begin_restore(self, offloaded: Offloaded) -> bool:
         """Begin to move a tensor back; False if there is no room."""
-        mover, device, computing, place = self._mover, self._device, self._computing, offloaded.place
+        mover, computing, place = self._mover, self._computing, offloaded.place
         flight = Flight(Lane.RESTORE, offloaded)
         if not self._lend(flight, AHEAD):
             return False
         file, buffer, num_bytes, working = self._file, flight.buffer, flight.num_bytes, Working(mover.watch.moved)
         with self._or_free(flight):
-            into: torch.Tensor | None = None
             if computing is not Tier.CPU:
                 flight.on_device = offloaded.empty()
-                into = in_bytes(flight.on_device)
-            # Behind it nobody uses what is the memory of ``into`` now; the worker comes much later.
-            free = DONE if file is None else device.mark()
-
-            def send(source: torch.Tensor, **after: Any) -> Event:
-                assert into is not None
-                return device.copy(into, source[: into.numel()], "restore", kept=True, **after)
+            # Behind it nobody uses what is the memory on the device now; the worker comes much later.
+            free = DONE if file is None else self._device.mark()
 
             def read() -> None:
                 assert file is not None and buffer is not None
@@ -373,20 +367,25 @@ class Flights:
                 with label, mover.working(working), mover.about("activation", _RESTORE):
                     with mover.crossing(file.tier, Tier.CPU, num_bytes):
                         file.read(buffer, place)
-                    if into is not None:
+                    if flight.on_device is not None:
                         with mover.crossing(Tier.CPU, computing, num_bytes):
-                            send(buffer, after=free, behind_computing=False).wait()
+                            self._send(flight, buffer, after=free, behind_computing=False).wait()
 
             flight.run = read
             with WHOLE:
                 if file is None:
-                    begin = partial(send, place)
+                    begin = partial(self._send, flight, place)
                     flight.copies = mover.under_way(Tier.CPU, computing, num_bytes, begin, _RESTORE, -1)
                     self._transfers.add(flight)
                 else:
                     self._transfers.submit(flight)
                 offloaded.flight = flight
         return True
+
+    def _send(self, flight: Flight, source: torch.Tensor, **after: Any) -> Event:
+        assert flight.on_device is not None
+        into = in_bytes(flight.on_device)
+        return self._device.copy(into, source[: into.numel()], "restore", kept=True, **after)
 
     def take(self, offloaded: Offloaded) -> torch.Tensor | None:
         """Return the values if they came ahead or have not left yet; None: they must be moved now. Raises StorageError

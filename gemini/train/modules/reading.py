@@ -109,16 +109,11 @@ class Structure:
             is_called = False
             self.read_as_a_whole = True
         has_params = bool(own)
-        is_around_base = is_tuner_layer(module) or is_a(type(module), "AuxiliaryTrainingWrapper")
         # Not `named_children`, which gives a module that has two names here under the first alone.
         for name, child in module._modules.items():
-            if child is None:
-                continue
-            if is_around_base:
-                of_adapter = name not in ("base_layer", "original_module")
-            else:
-                of_adapter = in_adapter or (name == "prompt_encoder" and is_a(type(module), "PeftModel"))
-            has_params |= self._visit(prefix + name, child, around, in_adapter=of_adapter, is_called=is_called)
+            if child is not None:
+                of_adapter = _is_of_adapter(module, name, in_adapter=in_adapter)
+                has_params |= self._visit(prefix + name, child, around, in_adapter=of_adapter, is_called=is_called)
         if has_params:
             self.holders.add(id(module))
         return has_params
@@ -151,6 +146,13 @@ def compiled_part(module: nn.Module) -> Any:
 def is_a(kind: type, name: str) -> bool:
     """Whether a class is, or comes from, PEFT's class of that name. By name: PEFT need not be installed."""
     return any(base.__name__ == name and base.__module__.startswith("peft.") for base in kind.__mro__)
+
+
+def _is_of_adapter(module: nn.Module, name: str, *, in_adapter: bool) -> bool:
+    """Whether what a module has by that name is of an adapter of PEFT; ``in_adapter``: whether the module itself is."""
+    if is_tuner_layer(module) or is_a(type(module), "AuxiliaryTrainingWrapper"):
+        return name not in ("base_layer", "original_module")
+    return in_adapter or (name == "prompt_encoder" and is_a(type(module), "PeftModel"))
 
 
 def is_tuner_layer(module: nn.Module) -> bool:

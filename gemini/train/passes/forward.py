@@ -375,27 +375,7 @@ class ForwardPass:
             with self.opened(chunks):
                 for chunk in chunks:
                     self._writes.before_write(chunk)  # one that never moves is written in place
-                # Once masters change there is no way back: what was shown must not be undone under them.
-                takes_over = False
-                try:
-                    yield from yield_without_grad()  # torch allows writes to weights only there
-                    # Before any master changes, on every rank: what one refuses, or has not written alike, all refuse.
-                    with Attempt() as attempt:
-                        _refuse_other_memory(handles)
-                    values = ((h.name, self._by_names.to_compare(h, h.view)) for h in handles)
-                    facts = partial(value_facts, values)
-                    self._by_names.agree(Point.WRITE, "gathered(write=True)", facts, attempt.refusal)
-                    with WHOLE, self.state.changing():  # Ctrl-C leaves no write half done
-                        takes_over = True
-                        for handle in handles:
-                            self._by_names.take_over(handle, before.get(handle.name))
-                except BaseException:
-                    with WHOLE:
-                        if takes_over:
-                            note_writes(handles)  # else the guard would tell of them in the place of what went wrong
-                        else:  # weights in place get their old values, windows are dropped below
-                            _undo_writes(handles, before)
-                    raise
+                yield from self._shown(handles, before)
         finally:
             with WHOLE:
                 # In any case: after an error a window has values that no master has, after a write perhaps no rounding.
@@ -403,6 +383,29 @@ class ForwardPass:
                 self._manager.refresh_lent()
             if is_first:
                 self.state.occupancy.end_alone()
+
+    def _shown(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Yield while a program writes to open weights, and take over what it wrote, or undo it after an error."""
+        # Once masters change there is no way back: what was shown must not be undone under them.
+        takes_over = False
+        try:
+            yield from yield_without_grad()  # torch allows writes to weights only there
+            # Before any master changes, on every rank: what one refuses, or has not written alike, all refuse.
+            with Attempt() as attempt:
+                _refuse_other_memory(handles)
+            facts = partial(value_facts, ((h.name, self._by_names.to_compare(h, h.view)) for h in handles))
+            self._by_names.agree(Point.WRITE, "gathered(write=True)", facts, attempt.refusal)
+            with WHOLE, self.state.changing():  # Ctrl-C leaves no write half done
+                takes_over = True
+                for handle in handles:
+                    self._by_names.take_over(handle, before.get(handle.name))
+        except BaseException:
+            with WHOLE:
+                if takes_over:
+                    note_writes(handles)  # else the guard would tell of them in the place of what went wrong
+                else:  # weights in place get their old values, windows are dropped behind this
+                    _undo_writes(handles, before)
+            raise
 
     def begin_rewriting(self, handles: list[ParamHandle]) -> dict[str, torch.Tensor]:
         """Begin the call of a module that may rewrite these; gives what those are now that are rewritten in place."""

@@ -123,15 +123,7 @@ class Stepping:
         if max_norm != math.inf:  # without a limit, one rank may look at it alone
             self._sink.note_clipping(float(max_norm), handles)
         chosen = self._params.handles if handles is None else handles
-        # Gradients that a scaler has unscaled and those that it has not have different units: each its own sum.
-        left = self.scaling.left_scaled(chosen)
-        used = [handle for handle in chosen if handle not in left] if left else chosen
-        total = math.sqrt(self._gradients.norms.total_sum(used)) * self.scaling.unscale_seen(chosen)
-        if left:
-            total = math.hypot(total, math.sqrt(self._gradients.norms.total_sum(left)))
-        # What was clipped before is part of the norm: a second call finds the norm after the first.
-        self.state.clipping.fetch()
-        total *= self.state.clipping.coefficient
+        total = self._norm_of(chosen)
         if error_if_nonfinite:
             self._gradients.norms.check_finite(chosen)
         # A norm of inf or NaN clips nothing: the step refuses or skips these gradients.
@@ -143,6 +135,18 @@ class Stepping:
                 self._gradients.clip(handles, coefficient)
                 self.state.clipping.was_asked = True
         return torch.full((), total, dtype=torch.float32, device=self._store.device.torch_device)
+
+    def _norm_of(self, handles: list[ParamHandle]) -> float:
+        """The norm of these gradients, unscaled; the host waits for it."""
+        # Gradients that a scaler has unscaled and those that it has not have different units: each its own sum.
+        left = self.scaling.left_scaled(handles)
+        used = [handle for handle in handles if handle not in left] if left else handles
+        total = math.sqrt(self._gradients.norms.total_sum(used)) * self.scaling.unscale_seen(handles)
+        if left:
+            total = math.hypot(total, math.sqrt(self._gradients.norms.total_sum(left)))
+        # What was clipped before is part of the norm: a second call finds the norm after the first.
+        self.state.clipping.fetch()
+        return total * self.state.clipping.coefficient
 
     @alone
     def find_nonfinite(self, handles: list[ParamHandle]) -> bool:

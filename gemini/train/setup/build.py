@@ -69,8 +69,7 @@ def build(
     opened: ExitStack,
 ) -> Built:
     """Lay out, place, reserve and allocate; params keep their memory. ``cuts``: by a param's id, which slice it is.
-    ``opened``: is given what is to be closed when the model ends, or this breaks off: whoever keeps the error keeps
-    what is here, and a store would be in use for as long.
+    ``opened``: is given what is to be closed when the model ends, or cannot be made.
     """
     named = collect_params(structure)
     for optimizer in filter(None, [optimizer_of(n.param) for n in named]):
