@@ -103,7 +103,6 @@ class GradScaler(torch.amp.GradScaler):
         if not ready and not (is_shared and plain):
             return found
         if is_shared:
-            # With those of plain params, which are each rank's own.
             is_bad = _agree(stepping.company, stepping.scaling, is_bad or any(flag.item() for flag in found.values()))
         stepping.scaling.mark_unscaled(ready)
         device = found_inf.device
