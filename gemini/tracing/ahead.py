@@ -146,7 +146,8 @@ def _form_of(value: Any) -> Any:
         return tuple(map(_form_of, value))
     if not isinstance(value, torch.Tensor):
         return type(value), value
-    if value.device != _CPU or type(value) is not torch.Tensor and getattr(value, "constant", value) is not None:
+    known = type(value) is torch.Tensor or getattr(value, "constant", value) is None
+    if not known or value.device != _CPU or value.layout is not torch.strided:
         raise TypeError(f"a {type(value).__name__} is not known by its form")
     return value.shape, value.stride(), value.dtype
 

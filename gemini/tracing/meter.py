@@ -105,11 +105,11 @@ class Meter(TorchDispatchMode):
 
     def gone(self, tensor: torch.Tensor) -> None:
         """This tensor's storage is counted no longer: it has become somebody else's (a gradient in its place)."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._forget(key)
-        self._left_out.add(key)
-        self._guards[key] = weakref.ref(storage, lambda _, key=key: self._left_out.discard(key))  # type: ignore[misc]
+        for storage in (own.untyped_storage() for own in dense([tensor])):
+            key = storage._cdata
+            self._forget(key)
+            self._left_out.add(key)
+            self._guards[key] = weakref.ref(storage, lambda _, key=key: self._left_out.discard(key))  # type: ignore[misc]
 
     def is_param(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a param, or a view of one."""
@@ -129,7 +129,8 @@ class Meter(TorchDispatchMode):
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """This tensor was made elsewhere (the batch) and is counted from now on."""
-        self._count(tensor)
+        for own in dense([tensor]):
+            self._count(own)
         self.peak = max(self.peak, self.live)
 
     def leave_stack(self) -> None:
@@ -171,7 +172,7 @@ class Meter(TorchDispatchMode):
         if works:
             self.begin_work()
         out = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
-        results = tensors_in(out)
+        results = dense(tensors_in(out))
         for tensor in results:
             self._count(tensor)
         if works:
@@ -182,7 +183,7 @@ class Meter(TorchDispatchMode):
 
     def _work(self, func: Any, args: Any, kwargs: Any, out: Any, results: list[torch.Tensor]) -> None:
         counts, touched = self.counts, 0
-        for tensor in tensors_in(args) + tensors_in(list(kwargs.values())):
+        for tensor in dense(tensors_in(args) + tensors_in(list(kwargs.values()))):
             storage = tensor.untyped_storage()
             params = self._param_of.get(storage._cdata)
             if params is not None:
@@ -222,6 +223,11 @@ class Meter(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self.live -= self._sizes.pop(key, 0)
         self._guards.pop(key, None)
+
+
+def dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that lie in a storage. Of others, such as sparse matrices, the parts are counted as they are made."""
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

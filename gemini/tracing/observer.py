@@ -25,7 +25,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Product, Source
-from gemini.tracing.meter import Meter, Target
+from gemini.tracing.meter import Meter, Target, dense
 from gemini.train.activations.kept import INSIDE
 from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
 from gemini.train.modules.calls import CallRecord, Calls
@@ -80,6 +80,7 @@ class SavedInputs:
         if (
             tensor.numel() * tensor.element_size() < MIN_BYTES
             or not (INSIDE.kept or saved_by_checkpointing(2))
+            or not dense([tensor])
             or meter is None
             or meter.is_param(tensor)
         ):
@@ -316,7 +317,7 @@ class Observer:
             return
         if record.chunks and record.parent is not None:
             keys = {self._params[i].untyped_storage()._cdata: i for i in record.chunks}  # type: ignore[call-overload]
-            for tensor in iter_tensors(output):  # params that it returns
+            for tensor in dense([*iter_tensors(output)]):  # params that it returns
                 if (index := keys.get(tensor.untyped_storage()._cdata)) is not None:
                     self._calls.hold(index)
         if torch.is_grad_enabled() and (record.chunks or (record.parent is None and not self._in_backward)):

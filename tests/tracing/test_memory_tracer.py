@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, accesses
@@ -172,6 +173,31 @@ def test_gradients_of_a_plain_model_are_left_to_the_user() -> None:
     assert [(m.phase, m.module, m.params) for m in again.trace.moments] == [
         (m.phase, m.module, m.params) for m in ahead.moments
     ]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_sparse_tensors_are_no_obstacle(sparse: bool) -> None:
+    """They have no storage; ``gemini.trace`` sends whoever has what it cannot run to the tracer."""
+
+    class Neighbours(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(64, 128, sparse=sparse), nn.Linear(128, 128)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.embed(x)
+            near = torch.eye(len(x), dtype=found.dtype).to_sparse()
+            return checkpoint(lambda near, found: torch.sparse.mm(near, self.out(found)), near, found,
+                              use_reentrant=False).sum()  # fmt: skip
+
+    model, x = Neighbours(), torch.arange(64)
+    with gemini.MemoryTracer(model) as tracer:
+        model(x).backward()
+    ahead = gemini.trace(model, {"x": x}, precision="fp32", target="cpu")
+    for trace in (tracer.trace, ahead):
+        assert {index for moment in trace.moments for index in moment.gradients} == {0, 1, 2}
+        assert trace.checkpointing and trace.peak_bytes > 64 * 128 * 4
+    assert num_hooks(model) == 0
 
 
 def test_evaluations_are_no_steps_and_two_forwards_may_share_a_backward() -> None:
