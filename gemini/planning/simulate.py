@@ -255,9 +255,7 @@ def _check(plan: Plan, hardware: Hardware, local_ranks: int) -> None:
             f"the trace of {plan.trace.model} says what is read in each moment, but not how much work it is: make one "
             "with gemini.trace, or record one with gemini.MemoryTracer"
         )
-    for tier, num_bytes in plan.bytes_per_tier.items():
-        if not num_bytes:
-            continue
+    for tier, num_bytes in ((tier, n) for tier, n in plan.bytes_per_tier.items() if n):
         figures = tier.spec.figures
         if figures and not any(hardware.has(figure) for figure in figures):
             raise PlanMismatch(

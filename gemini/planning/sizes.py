@@ -25,8 +25,7 @@ _LAYER = re.compile(r"((?:[^\W\d]\w*\.)*)(\d+)(?=\.|$)")
 
 
 def _layer_of(name: str) -> int | None:
-    found = _LAYER.match(name)
-    return None if found is None else int(found[2])
+    return int(found[2]) if (found := _LAYER.match(name)) else None
 
 
 def _shifted(name: str, by: int) -> str:

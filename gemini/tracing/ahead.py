@@ -365,21 +365,20 @@ class _FakeStep(NamedTuple):
             observer.attach()
             stack.enter_context(self.target.operations())
             stack.enter_context(observer.make_meter(FakeRunner(mode)))
+            phase = "forward"
             try:
                 result = loss_of(model, model(**inputs), self.loss)
+                if not result.requires_grad:
+                    raise GeminiError(
+                        f"the loss of {type(model).__name__} depends on no param that requires gradients: there is no "
+                        "backward to trace"
+                    )
+                phase = "backward"
+                result.backward()
             except GeminiError:
                 raise
             except Exception as e:
-                raise _cannot(model, "forward", e) from e
-            if not result.requires_grad:
-                raise GeminiError(
-                    f"the loss of {type(model).__name__} depends on no param that requires gradients: there is no "
-                    "backward to trace"
-                )
-            try:
-                result.backward()
-            except Exception as e:
-                raise _cannot(model, "backward", e) from e
+                raise _cannot(model, phase, e) from e
         if observer.last is None:
             raise GeminiError(f"no backward of {type(model).__name__} was seen: record a step with gemini.MemoryTracer")
         return observer.last

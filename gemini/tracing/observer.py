@@ -248,7 +248,11 @@ class Observer:
         with_backward = torch.is_grad_enabled()
         broken_off = self._in_backward  # an exception ended the backward before its end
         if self._resting or broken_off or not (with_backward and self.step.differentiable):
-            self._begin_step()
+            self.before_step()
+            self._resting = False
+            if self.meter is not None:
+                self.meter.reset()
+            self._start_over()
         self.step.differentiable = with_backward
         names = list(inspect.signature(self.model.forward).parameters)
         names += [f"input {position}" for position in range(len(names), len(args))]
@@ -260,13 +264,6 @@ class Observer:
                     self.meter.arrived(value)
         self.step.inputs = self.step.inputs or shapes
         self.step.tokens += count_tokens(shapes, self.model)
-
-    def _begin_step(self) -> None:
-        self.before_step()
-        self._resting = False
-        if self.meter is not None:
-            self.meter.reset()
-        self._start_over()
 
     def end_step(self) -> None:
         """Forward and backward are over."""

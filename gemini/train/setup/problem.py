@@ -120,8 +120,7 @@ def prepare(
     tensors = {name: param.data for name, param in every if id(param) not in experts}
     ranks.take_from_first({**tensors, **dict(structure.model.named_buffers()), **scales_in(every)})
     if experts:
-        own = {name: param.data for name, param in every if id(param) in experts}
-        ranks.take_from_first(own, ranks.alike)
+        ranks.take_from_first({name: param.data for name, param in every if id(param) in experts}, ranks.alike)
 
 
 def _facts_of_job(config: GeminiConfig) -> Facts:
