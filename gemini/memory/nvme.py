@@ -80,7 +80,6 @@ class FileTransfer(Event):
 
     def __init__(self, spill: SpillFile, queue: IoQueue, what: str):
         # No latch, as other events have: the queue knows what is over.
-        self._error: BaseException | None = None
         self._spill, self._queue, self._what = spill, queue, what
         self.under_way: list[_Piece] = []
         """What has begun; it grows until the transfer is handed out."""
@@ -98,8 +97,8 @@ class FileTransfer(Event):
     def wait(self) -> None:
         """Block until the disk is done; StorageError if one of them failed: the first that did."""
         self.wait_until_over()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def wait_until_over(self) -> None:
         """:meth:`wait` for who does not need to know how it ended."""
@@ -109,8 +108,8 @@ class FileTransfer(Event):
                 try:
                     self._queue.wait(piece.ticket)
                 except (OSError, RuntimeError) as e:
-                    if self._error is None:
-                        self._error = self._spill.failed(self._what, piece.drive, piece.num_bytes, piece.offset, e)
+                    if self.error is None:
+                        self.error = self._spill.failed(self._what, piece.drive, piece.num_bytes, piece.offset, e)
                 except ValueError:
                     # The ticket was used up by a wait that an interrupt ended when it was over.
                     pass

@@ -56,21 +56,21 @@ class Pending(Event):
     def wait(self) -> None:
         # Two threads may want the same weights: the second one finds them there, or the same error.
         with self._turn:
-            while self._works and self._error is None:
+            while self._works and self.error is None:
                 peer, work = self._works[0]
                 try:
                     with PROGRESS.elsewhere():
                         work.wait()
                 except RuntimeError as e:
-                    self._error = lost(self._who[peer], self.what, e)
-                    self._error.__cause__ = e
+                    self.error = lost(self._who[peer], self.what, e)
+                    self.error.__cause__ = e
                     break
                 # Only when it is over: a wait that was interrupted can be made again.
                 self._works.pop(0)
             if not self.is_complete():
-                self.finish(self._error)
-        if self._error is not None:
-            raise self._error
+                self.finish(self.error)
+        if self.error is not None:
+            raise self.error
 
 
 def lost(rank: int | None, what: str, cause: BaseException) -> GeminiError:

@@ -30,7 +30,7 @@ class Event:
     what = "a copy"
     _done = Latch()
     _done.set()  # of those without a beginning: nobody waits for them
-    _error: BaseException | None = None
+    error: BaseException | None = None
 
     def __init__(self) -> None:
         self._done = Latch()
@@ -43,8 +43,8 @@ class Event:
         """Block the calling thread until it is over. GeminiError: it failed, or nothing has moved here for minutes."""
         if not self._done.is_set:
             await_latch(self._done, lambda: self.what)
-        if self._error is not None:
-            raise GeminiError(f"{self.what} failed: {self._error}") from self._error
+        if self.error is not None:
+            raise GeminiError(f"{self.what} failed: {self.error}") from self.error
 
     def wait_until_over(self) -> None:
         """:meth:`wait`, for who does not need to know how it ended."""
@@ -63,7 +63,7 @@ class Event:
     def finish(self, error: BaseException | None = None) -> None:
         """End it, once. ``error``: what ``wait`` raises as the cause."""
         # Before it is set: whoever wakes up looks at it at once.
-        self._error = error
+        self.error = error
         self._done.set()
         PROGRESS.count += 1
 

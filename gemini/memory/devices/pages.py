@@ -172,10 +172,7 @@ class Window(ABC):
     """Memory at a fixed place whose bytes come and go; ``bytes`` stays the same tensor throughout."""
 
     bytes: torch.Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.bytes.numel()
+    num_bytes: int
 
     def face(self) -> torch.Tensor:
         """The bytes for those who read them: a storage of its own if possible, in which no copy under way counts."""
@@ -199,16 +196,12 @@ class StorageWindow(Window):
 
     def __init__(self, num_bytes: int, device: torch.device):
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._size = num_bytes
-        # The size is kept apart: the storage that is empty now has none.
+        # Kept apart: the storage that is empty now has no size.
+        self.num_bytes = num_bytes
         self.depopulate()
 
-    @property
-    def num_bytes(self) -> int:
-        return self._size
-
     def populate(self) -> None:
-        self.bytes.untyped_storage().resize_(self._size)
+        self.bytes.untyped_storage().resize_(self.num_bytes)
 
     def depopulate(self) -> bool:
         self.bytes.untyped_storage().resize_(0)
@@ -223,7 +216,7 @@ class PageWindow(Window):
 
     def __init__(self, num_bytes: int, frames: FramePool):
         self.pages = Pages(num_bytes)
-        self.bytes = self.pages.tensor()
+        self.bytes, self.num_bytes = self.pages.tensor(), num_bytes
         self._frames = frames
 
     def face(self) -> torch.Tensor:

@@ -61,10 +61,6 @@ class Job(Event):
         """What it does. Set before it is queued."""
         self.urgency = urgency
 
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
-
     def finish(self, error: BaseException | None = None) -> None:
         # Who keeps the job, to ask how it ended, keeps none of the tensors that it worked on.
         self.run = _nothing
@@ -73,9 +69,9 @@ class Job(Event):
     def wait(self) -> None:
         """Block until the job is over, and raise what it raised. GeminiError if its thread is gone, or all stands."""
         self.wait_until_over()
-        if self._error is not None:
+        if self.error is not None:
             # The error itself and not one around it: callers tell a full disk from a fault.
-            raise self._error
+            raise self.error
 
     def wait_until_over(self) -> None:
         """:meth:`wait` without what the job raised, which then keeps none of the caller's frames."""
@@ -346,7 +342,7 @@ class Transfer(Job):
 
     def went_well(self) -> bool:
         """Whether it is done, copies nothing any more, and nothing went wrong: at one look, no also where unknown."""
-        return self._done.is_set and self._error is None and self.copies is DONE
+        return self._done.is_set and self.error is None and self.copies is DONE
 
     def is_done_in(self, timeout: float) -> bool:
         """Block until its job is done, for ``timeout`` seconds at most."""
@@ -358,7 +354,7 @@ class Transfer(Job):
             # The copies first, whatever the job says: until they are over the memory is being read or written.
             self.copies.wait_until_over()
             self.wait_until_over()
-            error = self._error
+            error = self.error
             if error is None and self.copies is not DONE:
                 # The job has said that they were begun, only they say how they ended.
                 self.copies.wait()

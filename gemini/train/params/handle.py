@@ -306,12 +306,8 @@ def find_siblings(handles: list[ParamHandle]) -> None:
 
 def written_to(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
     """Find those that were written to since the last look, by torch's count: as params, or through views of them."""
-    written = []
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-        for handle in handles:
-            if handle.param._version != handle.version and notes_a_write(handle):
-                written.append(handle)
-    return written
+        return [h for h in handles if h.param._version != h.version and notes_a_write(h)]
 
 
 def notes_a_write(handle: ParamHandle) -> bool:
