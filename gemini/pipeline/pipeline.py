@@ -325,7 +325,7 @@ def _of_first(ranges: list[tuple[int, int]], mesh: DeviceMesh | None) -> list[tu
 
 
 def _check(schedule: str, size: int, micro_batches: int, stages: int | None, config: GeminiConfig) -> None:
-    if schedule not in SCHEDULES:
+    if schedule not in tuple(SCHEDULES):
         raise ValueError(
             f"schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)} (schedules without bubbles compute "
             "gradients of weights apart from those of inputs, which managed params do not allow)"
@@ -366,7 +366,9 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
         )
 
 
-def _check_model(model: nn.Module, config: GeminiConfig, size: int) -> None:
+def _check_model(model: Any, config: GeminiConfig, size: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Pipeline(model, config) divides an nn.Module, got {type(model).__name__}")
     if sliced_in(model) is not None:
         raise ValueError(
             f"Pipeline of a {type(model).__name__} that is in slices: give it the whole model, which it cuts over "

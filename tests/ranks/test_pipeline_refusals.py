@@ -131,6 +131,13 @@ def test_a_plan_that_retains_gradients_is_no_pipeline_s(tmp_path: Any) -> None:
         gemini.Pipeline(deep(), config, micro_batches=4, schedule="bfs")
 
 
+def test_what_is_no_model_and_no_schedule_is_said() -> None:
+    with pytest.raises(TypeError, match="divides an nn.Module, got str"):
+        gemini.Pipeline("gpt2", micro_batches=4, schedule="bfs")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"schedule=\['bfs'\] is not known"):
+        gemini.Pipeline(deep(), micro_batches=4, schedule=["bfs"])  # type: ignore[arg-type]
+
+
 def refused(how: str, folder: str) -> None:
     mesh = mesh_of(
         {"tp": 2} if how == "cut" else {"pp": 2, "tp": 2} if how in ("plain", "plan", "whole") else {"pp": 2}

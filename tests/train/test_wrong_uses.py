@@ -193,6 +193,7 @@ REFUSED: dict[str, list[Row]] = {
         at_rest(lambda p: p.resize_(0), r"q_proj\.weight"),
         at_rest(lambda p: p.t_(), r"q_proj\.weight"),
         at_rest(lambda p: p.data.set_(ones()), r"q_proj\.weight"),
+        at_rest(lambda p: p.set_(ones()), r"q_proj\.weight"),
         at_rest(lambda p: p.share_memory_(), r"q_proj\.weight"),
         at_rest(lambda p: p.data.squeeze_(0).unsqueeze_(0), r"q_proj\.weight"),
     ],

@@ -58,6 +58,9 @@ class ManagedParameter(nn.Parameter):
         # One look in a table for what is asked often; what is not in it may read values.
         return AT_REST.get(func, _use_values)(func, args, kwargs or {})
 
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        Weights(self._gemini).refuse("other memory (set_)", write=True)  # type: ignore[attr-defined]  # torch asks nobody
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParamAccessError(
             f"managed param {self._gemini.name!r} cannot be pickled: use model.state_dict(), "  # type: ignore[attr-defined]
