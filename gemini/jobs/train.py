@@ -126,8 +126,7 @@ class Run:
         """The model in its tiers, and the plan of it on the screen."""
         options, args, ours, size = self.options, self.options.args, self.options.ours, self.wire.size
         outline, lacking = outline_of(source, options)
-        is_built = isinstance(outline, nn.Module)
-        bare = outline if is_built else outline.model
+        bare = outline if (is_built := isinstance(outline, nn.Module)) else outline.model
         config = replace(options.config, trace=trace_of(options, bare))
         _compile(bare, options)
         if number := num_beside(options):

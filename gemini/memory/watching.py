@@ -298,9 +298,7 @@ class Recorder:
         thread.since = now
 
     def add(self, activity: Activity, start: float, stop: float) -> None:
-        """Its track worked from ``start`` to ``stop`` by :attr:`clock`: a span of the step it was in; what crosses the
-        beginning of one is cut there.
-        """
+        """Its track worked from ``start`` to ``stop`` by :attr:`clock`; what crosses the beginning of a step is cut."""
         with self._lock:
             step, last = self._collecting, self._last
             if step is None:

@@ -77,9 +77,7 @@ def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]
     """The planes, as ``here`` has them, of elements whose saved planes ``read`` gives; they begin with a block."""
     there = {spec.kind: read(spec) for spec in saved.specs}
     n = there[WEIGHTS].numel()
-    made = {
-        spec.kind: torch.empty(spec.num_items(n), dtype=getattr(torch, spec.dtype), device="cpu") for spec in here.specs
-    }
+    made = {s.kind: torch.empty(s.num_items(n), dtype=getattr(torch, s.dtype), device="cpu") for s in here.specs}
     master = there[WEIGHTS] if saved.fp32 else torch.empty(n, dtype=torch.float32, device="cpu")
     # Through the fp32 master, whichever two forms these are.
     if not saved.fp32:
