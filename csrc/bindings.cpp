@@ -117,6 +117,11 @@ PYBIND11_MODULE(_C, m) {
               return accumulate_grad(isa, at(acc), at(src), src_dtype, n);
           },
           nogil());
+    m.def("accumulate_rounded",
+          [](Isa isa, Address acc, Address rounded, Address src, Dtype src_dtype, int64_t n) {
+              return accumulate_rounded(isa, at(acc), at(rounded), at(src), src_dtype, n);
+          },
+          nogil());
     m.def("sum_grad24",
           [](Isa isa, Address hi, Address lo, Address src, Dtype src_dtype, int64_t n, bool adding) {
               return sum_grad24(isa, at(hi), at(lo), at(src), src_dtype, n, adding);

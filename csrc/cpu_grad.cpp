@@ -51,7 +51,7 @@ struct Grads {
     void* dst;
     const void* src;
     double* block_sums;
-    void* lo = nullptr;
+    void* beside = nullptr;  // written as well: bits that dst has no room for, or dst rounded
 };
 
 // Step says what happens to a few elements before they are summed, and where they then are as fp32.
@@ -119,13 +119,34 @@ struct Accumulate {
     }
 };
 
+template <class Grad>
+struct AccumulateRounded {
+    GEMINI_INLINE const f32_t* apply(float* scratch, const Grads& a, int64_t at, int64_t n) {
+        alignas(64) float widened[kStep];
+        const f32_t* __restrict grad = load_at<Grad>(widened, a.src, at, n);
+        f32_t* __restrict acc = static_cast<f32_t*>(a.dst) + at;
+        u16_t* __restrict rounded = static_cast<u16_t*>(a.beside) + at;
+        f32_t* __restrict out = scratch;
+        GEMINI_INDEPENDENT
+        for (int64_t i = 0; i < n; ++i) {
+            acc[i] = acc[i] + grad[i];
+            const uint32_t bits = bits_of(acc[i]), even = bits + 0x7fffu + (bits >> 16 & 1u);
+            const uint32_t kept = select_bits((bits & 0x7fffffffu) > 0x7f800000u, 0x7fc00000u, even);
+            out[i] = float_of(kept & 0xffff0000u);
+        }
+        GEMINI_INDEPENDENT
+        for (int64_t i = 0; i < n; ++i) rounded[i] = static_cast<uint16_t>(bits_of(out[i]) >> 16);
+        return out;
+    }
+};
+
 template <class Grad, bool Adding>
 struct Sum24 {
     GEMINI_INLINE const f32_t* apply(float* scratch, const Grads& a, int64_t at, int64_t n) {
         alignas(64) float widened[kStep];
         const f32_t* __restrict grad = load_at<Grad>(widened, a.src, at, n);
         u16_t* __restrict hi = static_cast<u16_t*>(a.dst) + at;
-        i8_t* __restrict lo = static_cast<i8_t*>(a.lo) + at;
+        i8_t* __restrict lo = static_cast<i8_t*>(a.beside) + at;
         f32_t* __restrict out = scratch;
         if (Adding) {
             GEMINI_INDEPENDENT
@@ -150,9 +171,9 @@ template <class Grad>
 using Add24 = Sum24<Grad, true>;
 
 template <class Step>
-std::vector<double> run(Isa isa, void* dst, const void* src, int64_t n, void* lo = nullptr) {
+std::vector<double> run(Isa isa, void* dst, const void* src, int64_t n, void* beside = nullptr) {
     std::vector<double> blocks(static_cast<size_t>((n + kNormBlock - 1) / kNormBlock));
-    const Grads args{dst, src, blocks.data(), lo};
+    const Grads args{dst, src, blocks.data(), beside};
     const RangeFn<NormKernel<Step>> range = select<NormKernel<Step>>(isa);
     // Gradients land in the middle of backward, where the other cores are torch's: not worth waking them for less.
     parallel_for(n, kNormBlock, [&](int64_t begin, int64_t end) { range(args, begin, end); }, 512 * 1024);
@@ -164,11 +185,11 @@ std::vector<double> run(Isa isa, void* dst, const void* src, int64_t n, void* lo
 }
 
 template <template <class> class Step>
-std::vector<double> run_from(Isa isa, void* dst, const void* src, Dtype src_dtype, int64_t n, void* lo = nullptr) {
+std::vector<double> run_from(Isa isa, void* dst, const void* src, Dtype src_dtype, int64_t n, void* beside = nullptr) {
     switch (src_dtype) {
-        case Dtype::bf16: return run<Step<BF16>>(isa, dst, src, n, lo);
-        case Dtype::f16: return run<Step<F16>>(isa, dst, src, n, lo);
-        default: return run<Step<F32>>(isa, dst, src, n, lo);
+        case Dtype::bf16: return run<Step<BF16>>(isa, dst, src, n, beside);
+        case Dtype::f16: return run<Step<F16>>(isa, dst, src, n, beside);
+        default: return run<Step<F32>>(isa, dst, src, n, beside);
     }
 }
 
@@ -182,6 +203,10 @@ std::vector<double> copy_grad(Isa isa, void* dst, Dtype dst_dtype, const void* s
 
 std::vector<double> accumulate_grad(Isa isa, void* acc, const void* src, Dtype src_dtype, int64_t n) {
     return run_from<Accumulate>(isa, acc, src, src_dtype, n);
+}
+
+std::vector<double> accumulate_rounded(Isa isa, void* acc, void* rounded, const void* src, Dtype src_dtype, int64_t n) {
+    return run_from<AccumulateRounded>(isa, acc, src, src_dtype, n, rounded);
 }
 
 std::vector<double> sum_grad24(Isa isa, void* hi, void* lo, const void* src, Dtype src_dtype, int64_t n, bool adding) {

@@ -24,6 +24,9 @@ std::vector<double> copy_grad(Isa isa, void* dst, Dtype dst_dtype, const void* s
 // acc (fp32) += float(src); the sums are those of the new acc.
 std::vector<double> accumulate_grad(Isa isa, void* acc, const void* src, Dtype src_dtype, int64_t n);
 
+// The same, and `rounded` (bf16) is the new acc, rounded half to even (NaN: 0x7FC0); the sums are those of `rounded`.
+std::vector<double> accumulate_rounded(Isa isa, void* acc, void* rounded, const void* src, Dtype src_dtype, int64_t n);
+
 // The 24 bits of hi (bf16) and lo (int8) += float(src), rounded to them, or = float(src) without `adding`; the sums are
 // those of hi.
 std::vector<double> sum_grad24(Isa isa, void* hi, void* lo, const void* src, Dtype src_dtype, int64_t n, bool adding);

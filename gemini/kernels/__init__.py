@@ -249,14 +249,21 @@ def copy_grad(dst: Tensor, src: Tensor) -> Sums:
     return list(reference.copy_grad(dst, src))
 
 
-def accumulate_grad(acc: Tensor, src: Tensor) -> Sums:
-    """acc (fp32) += src, in one pass with the norm: returns the sums of squares of the new acc, as copy_grad does."""
+def accumulate_grad(acc: Tensor, src: Tensor, rounded: Tensor | None = None) -> Sums:
+    """acc (fp32) += src, in one pass with the norm: returns the sums of squares of the new acc, as copy_grad does. With
+    `rounded` (bf16) that becomes the new acc as well, rounded half to even, and the sums are those of `rounded`.
+    """
     a, s = check("accumulate_grad", (("acc", acc, FLOAT32), ("src", src, GRAD)))
+    if rounded is not None:
+        (r,) = check("accumulate_grad", (("rounded", rounded, BFLOAT16),), acc.numel(), acc.device)
     if cuda := _cuda_for(acc):
-        return cuda.accumulate_grad(acc, src)
+        sums = cuda.accumulate_grad(acc, src)
+        return sums if rounded is None else cuda.copy_grad(rounded, acc.bfloat16())
     if _isa is not None and acc.is_cpu:
+        if rounded is not None:
+            return _native.accumulate_rounded(_isa, a, r, s, _dtypes[src.dtype], acc.numel())
         return _native.accumulate_grad(_isa, a, s, _dtypes[src.dtype], acc.numel())
-    return list(reference.accumulate_grad(acc, src))
+    return list(reference.accumulate_grad(acc, src, rounded))
 
 
 def sum_grad24(hi: Tensor, lo: Tensor, src: Tensor, *, adding: bool) -> Sums:

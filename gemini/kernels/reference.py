@@ -70,10 +70,10 @@ def copy_grad(dst: Tensor, src: Tensor) -> list[float]:
 
 
 @without_grad
-def accumulate_grad(acc: Tensor, src: Tensor) -> list[float]:
+def accumulate_grad(acc: Tensor, src: Tensor, rounded: Tensor | None) -> list[float]:
     for part in _slabs(acc.numel()):
         acc[part] += src[part].float()
-    return sum_squares(acc)
+    return sum_squares(acc if rounded is None else rounded.copy_(acc))
 
 
 @without_grad

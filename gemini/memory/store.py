@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gemini.ledger import Ledger
-from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
+from gemini.memory.chunks.chunk import Chunk, FilePlane, MemoryPlane, Plane, make_plane
 from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.movement.manager import Manager
@@ -48,8 +48,12 @@ class ChunkStore:
             self.ledger.release(tier, spec.page_bytes(numel), spec.kind)
             raise
 
-    def give_back(self, kind: str, plane: Plane) -> None:
-        """Give back a plane of that kind. The slot before the bytes: who finds bytes free allocates a slot at once."""
-        if isinstance(plane, FilePlane):
-            plane.give_back()
-        self.ledger.release(plane.tier, plane.num_bytes, kind)
+    def give_back(self, kind: str, *planes: Plane) -> None:
+        """Give back planes of that kind. The slot before the bytes: who finds bytes free allocates a slot at once."""
+        for plane in planes:
+            if isinstance(plane, FilePlane):
+                plane.give_back()
+            if isinstance(plane, MemoryPlane) and plane.window is not None:
+                self.manager.room.depopulate(plane.window, kind)  # it waits for the next one of its size
+            else:
+                self.ledger.release(plane.tier, plane.num_bytes, kind)

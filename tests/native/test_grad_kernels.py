@@ -68,15 +68,20 @@ def test_every_isa_gives_the_reference_sums_and_bits(dtype: torch.dtype) -> None
         for isa in ISAS:
             with kernel_settings.use_isa(isa):
                 same, wide, added = torch.empty_like(src), torch.empty(n), acc.clone()
+                twice, rounded = acc.clone(), torch.empty(n, dtype=torch.bfloat16)
                 sums = [
                     kernels.sum_squares(src),
                     kernels.copy_grad(same, src),
                     kernels.copy_grad(wide, src),
                     kernels.accumulate_grad(added, src),
+                    kernels.accumulate_grad(twice, src, rounded),
                 ]
                 assert torch.equal(as_bits(same), as_bits(src)), "a copy keeps even the NaNs"
                 assert same_sums(sums[0], sums[1]) and same_sums(sums[0], sums[2])
                 assert same_sums(sums[3], kernels.sum_squares(added))
+                assert same_sums(sums[4], kernels.sum_squares(rounded))
+                assert_same_bits(twice, added, isa)
+                assert_same_bits(rounded, added.bfloat16(), isa)
                 results.append((sums, wide, added))
         for isa, (sums, wide, added) in zip(ISAS, results, strict=True):
             assert all(same_sums(a, b) for a, b in zip(sums, results[0][0], strict=True)), (isa, n)

@@ -158,6 +158,7 @@ class MemoryPlane(Plane):
     """A plane in memory: the host's, or the device's own (then host code reaches it by copies)."""
 
     in_memory = True
+    window: Window | None = None  # the one that the memory is of, if it goes as that of windows does
 
     def __init__(self, tensor: torch.Tensor, tier: Tier, device: Device, *, block: int = 1):
         self.tensor, self.tier, self._device = tensor, tier, device

@@ -14,7 +14,7 @@ import torch
 from gemini.errors import BudgetExceeded, StorageError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.ledger import OF_BUDGET, WELCOME, Turn
-from gemini.memory.chunks.chunk import Chunk, Plane
+from gemini.memory.chunks.chunk import Chunk, MemoryPlane, Plane
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, PlaneSpec
@@ -25,7 +25,7 @@ from gemini.train.params.handle import Leftover, ParamHandle
 WAIT_FOR_LANDING = "gradient landing", "wait for gradients to land"
 """How a wait for gradients shows in timelines and in errors."""
 
-_SUMS = PlaneSpec(GRAD, "float32")
+_SUMS, _WHAT = PlaneSpec(GRAD, "float32"), "a sum of the gradients of a stage"
 _BEFORE_WINDOWS = WELCOME | {Turn.KEPT, Turn.PREFETCHES}  # each is read once more, sums for each micro-batch
 
 Land: TypeAlias = Callable[[ParamHandle, torch.Tensor], None]
@@ -40,6 +40,9 @@ class GradientHomes:
         self._store, self._transfers = store, store.transfers
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
         self._rounds = False
+        self.away: dict[Chunk, Plane] = {}  # the grad planes of chunks whose sums are at hand
+        self.rounded: set[ParamHandle] = set()
+        """Params whose sum was rounded into such a plane when it was added to last."""
 
     def promote(self, chunks: list[Chunk]) -> None:
         """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none. Raises BudgetExceeded if there is no
@@ -52,7 +55,7 @@ class GradientHomes:
         # Landings under way write to the planes that are replaced.
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
         self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
-        num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
+        num_bytes = sum(4 * chunk.planes[GRAD].numel for chunk in narrow)
         wide: list[Plane] = []
         staging, was_reserved, is_used = self._mover.staging, self._mover.staging.is_reserved, False
         try:
@@ -71,11 +74,13 @@ class GradientHomes:
                 # The old plane is given back when no chunk refers to it any more, and not before.
                 with WHOLE:
                     chunk.change_planes({GRAD: plane})
-                    self._end(old)
+                    self._store.give_back(GRAD, old)
         except BaseException:
             # Sums that were not put in place; the others have their chunk's gradients in them, and stay.
             with WHOLE:
-                self._end(*(plane for c, plane in zip(narrow, wide, strict=False) if c.planes[GRAD] is not plane))
+                self._store.give_back(
+                    GRAD, *(plane for c, plane in zip(narrow, wide, strict=False) if c.planes[GRAD] is not plane)
+                )
                 if staging.is_reserved and not (was_reserved or is_used):
                     staging.give_back()
             raise
@@ -88,7 +93,6 @@ class GradientHomes:
         here in any case, rounded on their way, and nowhere else. Raises BudgetExceeded if there is no room to add up;
         StorageError if the disk fails.
         """
-        moved: list[tuple[Chunk, Plane]] = []
         try:
             self._rounds = rounds
             self.promote(list(chunks))
@@ -100,38 +104,48 @@ class GradientHomes:
                     continue
                 left = self._ledger.left_beside_windows(self._device.tier, needed)
                 if not adds_up(chunk) or (home.tier is not self._device.tier and home.num_bytes <= left):
-                    self._bring(chunk, home, moved)
+                    self._bring(chunk, home)
             yield
         finally:
             with WHOLE, contextlib.ExitStack() as going:  # one that fails keeps none of the others here
                 self._rounds = False
-                for chunk, home in moved:
+                going.callback(self.rounded.clear)
+                going.callback(self.away.clear)
+                for chunk, home in self.away.items():
                     going.callback(self._send_home, chunk, home, land)
 
-    def _bring(self, chunk: Chunk, home: Plane, moved: list[tuple[Chunk, Plane]]) -> None:
+    def _bring(self, chunk: Chunk, home: Plane) -> None:
         """Put sums on the device in the place of a chunk's gradients; of what adds up at home, if there is room."""
-        tier, num_bytes = self._device.tier, 4 * _grad_numel(chunk)
+        tier, num_bytes = self._device.tier, 4 * home.numel
+        near: Plane | None = None
         chunk.settle()  # an update of the step before may still read them
         self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
         with WHOLE:
-            if not adds_up(chunk):
-                self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of the gradients of a stage")
-            elif not self._ledger.reserve_if_room(tier, num_bytes, GRAD, _BEFORE_WINDOWS):
-                return
-            near = self._store.make_plane(_SUMS, home.numel, tier)
+            if adds_up(chunk):
+                if not self._ledger.reserve_if_room(tier, num_bytes, GRAD, _BEFORE_WINDOWS):
+                    return
+            elif self._device.frames is None or self._store.moves:
+                self._ledger.reserve(tier, num_bytes, GRAD, what=_WHAT)
+            else:
+                # Between steps this memory waits: the system takes long to make new pages, and no window needs it.
+                window = self._device.make_window(num_bytes)
+                near = of_window = MemoryPlane(window.bytes.view(torch.float32), tier, self._device)
+                of_window.window = window
+                self._store.manager.room.populate(window, GRAD, what=_WHAT)
+            near = near or self._store.make_plane(_SUMS, home.numel, tier)
             try:
                 # Before it takes the place: what goes home from there is all that the chunk has.
                 self._widen(chunk, home, near)
             except BaseException:
-                self._end(near)
+                self._store.give_back(GRAD, near)
                 raise
             chunk.change_planes({GRAD: near})
-            moved.append((chunk, home))
+            self.away[chunk] = home
 
     def _send_home(self, chunk: Chunk, home: Plane, land: Land | None) -> None:
         """Let the sums of a chunk land as gradients do, beside what is computed next. In ``WHOLE``."""
         near, copied = chunk.planes[GRAD], False
-        own = [handle for handle in self._handles if handle.chunk is chunk and handle.has_grad]
+        own = [h for h in self._handles if h.chunk is chunk and h.has_grad and h not in self.rounded]
         try:
             if own and land is None:
                 copy_plane(self._mover, near, home)
@@ -148,7 +162,7 @@ class GradientHomes:
                 land(handle, sums.to(home.dtype))
                 handle.leftover = Leftover.NOTHING
         finally:
-            self._end(near)
+            self._store.give_back(GRAD, near)
 
     def _make_wide(self, narrow: list[Chunk], wide: list[Plane], num_bytes: int) -> None:
         """Put planes for the sums, of ``num_bytes``, into ``wide``, in what is free, and reserve them and staging; the
@@ -163,13 +177,9 @@ class GradientHomes:
             if is_away or num_bytes > self._ledger.left_beside_windows(self._device.tier, self._working_set):
                 staging.reserve()
             for chunk in narrow:
-                wide.append(self._store.make_plane(_SUMS, _grad_numel(chunk), self._reserve_wide(chunk)))
+                wide.append(self._store.make_plane(_SUMS, chunk.planes[GRAD].numel, self._reserve_wide(chunk)))
             if any(plane.tier is not here for plane in wide):
                 staging.reserve()
-
-    def _end(self, *planes: Plane) -> None:
-        for plane in planes:
-            self._store.give_back(GRAD, plane)
 
     def _reserve_wide(self, chunk: Chunk) -> Tier:
         """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
@@ -178,8 +188,8 @@ class GradientHomes:
         *first, last = [tier for tier in slower if tier in self._ledger.tiers]
         for tier in first:
             with contextlib.suppress(BudgetExceeded):
-                return self._reserve_in(tier, 4 * _grad_numel(chunk))
-        return self._reserve_in(last, 4 * _grad_numel(chunk))
+                return self._reserve_in(tier, 4 * chunk.planes[GRAD].numel)
+        return self._reserve_in(last, 4 * chunk.planes[GRAD].numel)
 
     def _reserve_in(self, tier: Tier, num_bytes: int) -> Tier:
         if tier is self._device.tier:
@@ -208,7 +218,3 @@ class GradientHomes:
 def adds_up(chunk: Chunk) -> bool:
     """Whether gradients can be added to what is in the grad plane of a chunk."""
     return GRAD_ERROR in chunk.planes or chunk.planes[GRAD].dtype is torch.float32
-
-
-def _grad_numel(chunk: Chunk) -> int:
-    return chunk.planes[GRAD].numel

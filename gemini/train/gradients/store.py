@@ -28,7 +28,7 @@ from gemini.interrupts import WHOLE
 from gemini.ledger import NOBODY, WELCOME, Turn, Want
 from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.devices.device import DONE, AllOf, Event
-from gemini.memory.movement.mover import Mover, Working, tiles
+from gemini.memory.movement.mover import Working, tiles
 from gemini.memory.movement.transfers import Held, Lane, Transfer
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRADS
@@ -138,6 +138,7 @@ class _GradPlace(NamedTuple):
     home: torch.Tensor | None = None  # in the plane, where that holds what leaves the device, which copies to it
     summed: torch.Tensor | None = None  # in the plane, where the host reaches all of it
     of_chunk: int = 0  # bytes of the plane
+    rounded: torch.Tensor | None = None  # where a sum goes home rounded
 
 
 class GradientStore:
@@ -152,7 +153,7 @@ class GradientStore:
         self.norms, self._handles = norms, handles
         self.homes = GradientHomes(handles, store, working_set=working_set)
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
-        self._transfers = store.transfers
+        self._transfers, self._manager = store.transfers, store.manager
         self._behind = Lane.LANDING in store.transfers.staging
         """Whether gradients leave the device behind backward; else each is waited for."""
         self._staging = store.transfers.staging.get(Lane.LANDING)
@@ -200,6 +201,10 @@ class GradientStore:
             self.apply_clip(handle)
         if place.view is None:
             self._leave(handle, flat, place, adding, num_to_come)
+        elif place.rounded is not None and adding:
+            is_last = not self._manager.more_to_come  # a param may arrive again: its sum stays, and is rounded anew
+            handle.norm_sums = kernels.accumulate_grad(place.view, flat, place.rounded if is_last else None)
+            (self.homes.rounded.add if is_last else self.homes.rounded.discard)(handle)
         elif place.lost is not None or adding:
             handle.norm_sums = _keep(place.view, place.lost, flat, adding)
         else:
@@ -209,14 +214,16 @@ class GradientStore:
         chunk, start, stop = handle.chunk, handle.slot.start, handle.slot.stop
         view, lost = self._views(chunk, start, stop)
         if view is not None or not handle.slot.numel:
-            return _GradPlace(view, lost)
-        home, *rest = [plane.host_view(start, stop) for plane in _grad_planes(chunk)]
-        if home is None or None in rest:
+            home = self.homes.away.get(chunk)
+            narrow = home if home is not None and home.dtype is torch.bfloat16 else None
+            return _GradPlace(view, lost, rounded=None if narrow is None else narrow.device_view(start, stop))
+        place, *rest = [plane.host_view(start, stop) for plane in _grad_planes(chunk)]
+        if place is None or None in rest:
             return _GradPlace()
         # Its planes hold just the gradient, and a copy there is not waited for where it is begun.
-        is_same = not rest and home.dtype == handle.view.dtype and self._device.copies_beside(home)
-        lost, summed = rest[0] if rest else None, home if self._behind else None
-        return _GradPlace(None, lost, home if is_same else None, summed, chunk.planes[GRAD].num_bytes)
+        is_same = not rest and place.dtype == handle.view.dtype and self._device.copies_beside(place)
+        lost, summed = rest[0] if rest else None, place if self._behind else None
+        return _GradPlace(None, lost, place if is_same else None, summed, chunk.planes[GRAD].num_bytes)
 
     def _leave(
         self, handle: ParamHandle, flat: torch.Tensor, place: _GradPlace, adding: bool, num_to_come: int
@@ -531,7 +538,12 @@ class GradientStore:
         planes = _grad_planes(handle.chunk)
         for start, stop in tiles(part.start, part.stop, self._mover.tile):
             parts, staged = self._on_host(planes, start, stop, loaded=True)
-            sums += _scaled(parts, handle.clip, self._mover)
+            if len(parts) == 1:
+                sums += kernels.sum_squares(parts[0].mul_(handle.clip))
+            else:  # with what rounding has lost
+                whole = self._mover.scratch(0, torch.float32, parts[0].numel())
+                kernels.join_master(parts[0], parts[1], whole)
+                sums += kernels.sum_grad24(parts[0], parts[1], whole.mul_(handle.clip), adding=False)
             for plane, end, tile in staged:
                 self._mover.store([(plane, tile)], start, end)
         handle.norm_sums, handle.clip, handle.clip_folded = sums, 1.0, 1.0
@@ -576,15 +588,6 @@ def _keep(into: torch.Tensor, lost: torch.Tensor | None, flat: torch.Tensor, add
     if lost is not None:
         return kernels.sum_grad24(into, lost, flat, adding=adding)
     return kernels.accumulate_grad(into, flat) if adding else kernels.copy_grad(into, flat)
-
-
-def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.Sums:
-    """Multiply gradients, with what rounding them has lost where that is kept."""
-    if len(tiles) == 1:
-        return kernels.sum_squares(tiles[0].mul_(factor))
-    whole = mover.scratch(0, torch.float32, tiles[0].numel())
-    kernels.join_master(tiles[0], tiles[1], whole)
-    return kernels.sum_grad24(tiles[0], tiles[1], whole.mul_(factor), adding=False)
 
 
 # Gradients of params that two stages of a pipeline read (tied embeddings): each adds the other's to its own.

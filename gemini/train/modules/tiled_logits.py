@@ -392,19 +392,15 @@ class Head:
                         "need them. Leave them out, or the head's tiles. This is said once per model"
                     )
                 return whole(*args, **kwargs)
-            self._divisor = _divisor_of(given)
+            # A loss function of transformers divides a sum by a number of labels, maybe those of many batches.
+            value = given.get("num_items_in_batch", given.get("kwargs", {}).get("num_items_in_batch"))
+            is_number = isinstance(value, numbers.Number) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+            self._divisor = value if is_number else 1
             # Not on errors either: the layer would go on giving stand-ins to whoever calls it.
             with replaced(self, "_promises", True):
                 return _without_logits(whole(*args, **kwargs))
 
         return forward
-
-
-def _divisor_of(given: dict[str, Any]) -> Any:
-    """By what a loss function of transformers divides a sum: a number of labels, maybe those of many batches."""
-    value = given.get("num_items_in_batch", given.get("kwargs", {}).get("num_items_in_batch"))
-    is_number = isinstance(value, numbers.Number) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-    return value if is_number else 1
 
 
 def _is_ours(hook: Any) -> bool:

@@ -97,7 +97,10 @@ def build(
     params = _make_params(named, chunks, problem, owner, ranks, cuts or {})
     for index, handles in params.by_chunk.items():
         _make_views(chunks[index], handles)
-    mover = _make_mover(device, ledger, problem, rule)
+    largest = max(chunk.spec.numel for chunk in chunks)
+    whole = whole_numel(problem.layout, problem.rule)
+    device_tile = device_tile_numel(largest, problem.rule, whole)  # staging is for tiles of the largest chunk
+    mover = Mover(device, tile_numel(largest, whole), ledger, device_tile=device_tile, rule=rule.spec)
     transfers = Transfers(mover, _lanes(config, ranks, device))
     manager = Manager(
         chunks,
@@ -111,14 +114,6 @@ def build(
     in_steps = problem.working_set + problem.in_flight
     store = ChunkStore(chunks, device, ledger, mover, transfers, manager, files, in_steps, durable)
     return Built(decision, params, store)
-
-
-def _make_mover(device: Device, ledger: Ledger, problem: Problem, rule: UpdateRule) -> Mover:
-    """Make what moves bytes, with staging for tiles of the largest chunk."""
-    largest = max(chunk.numel for chunk in problem.layout.chunks)
-    whole = whole_numel(problem.layout, problem.rule)
-    device_tile = device_tile_numel(largest, problem.rule, whole)
-    return Mover(device, tile_numel(largest, whole), ledger, device_tile=device_tile, rule=rule.spec)
 
 
 def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
