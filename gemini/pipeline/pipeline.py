@@ -119,7 +119,11 @@ class Pipeline:
                 "blocks: give stages= a smaller number, or a mesh with a smaller pp"
             )
         self._mesh, self._size, self._schedule, self._micro_batches = mesh, size, schedule, micro_batches
-        self._ranges = _of_first(balanced(course.flops, each * size), mesh)
+        said = [balanced(course.flops, each * size)]  # by the mesh's first rank: an example may be longer on another
+        with guarded("dividing the model into stages"):
+            for dim in range(0 if mesh is None else mesh.ndim):
+                dist.broadcast_object_list(said, group=cast(DeviceMesh, mesh).get_group(dim), group_src=0)
+        (self._ranges,) = said
         rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
         self._numbers = range(rank, each * size, size)
         self._stages = [Stage(model, course, *self._ranges[i]) for i in self._numbers]
@@ -313,15 +317,6 @@ def _tokens_of(part: Mapping[str, Any]) -> torch.Tensor:
     if tokens is None:
         raise ValueError(f"Pipeline over ranks passes on sequences of tokens (input_ids), and got {', '.join(part)}")
     return tokens
-
-
-def _of_first(ranges: list[tuple[int, int]], mesh: DeviceMesh | None) -> list[tuple[int, int]]:
-    """Those of the mesh's first rank: an example may have another length on each. RankLost if a rank does not come."""
-    said = [ranges]
-    with guarded("dividing the model into stages"):
-        for dim in range(0 if mesh is None else mesh.ndim):
-            dist.broadcast_object_list(said, group=cast(DeviceMesh, mesh).get_group(dim), group_src=0)
-    return said[0]
 
 
 def _check(schedule: str, size: int, micro_batches: int, stages: int | None, config: GeminiConfig) -> None:

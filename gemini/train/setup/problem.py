@@ -450,16 +450,6 @@ def reduce_dtype(config: GeminiConfig) -> torch.dtype:
 # from here too.
 
 
-def _buffer_bytes(structure: Structure) -> int:
-    """Bytes of all buffers and of the scales of codes, those that share memory once."""
-    buffers = [buffer for _, module in structure.modules for buffer in own_buffers(module).values()]
-    coded = [(names[0], param) for param, names in structure.params if id(param) in structure.coded]
-    dense = [b for b in (*buffers, *scales_in(coded).values()) if b.layout is torch.strided]
-    # By storage: views of one count once, with all of it.
-    storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in dense}
-    return sum(storages.values())
-
-
 def structural_trace(model: nn.Module | Structure, precision: str, keep_fp32: KeepFp32 = "auto") -> MemoryTrace:
     """The moments of ``model`` as its modules are declared, forward and then backward in reverse. A moment holds what
     one module reads, what the modules around it read, and, because a module that owns params may read its leaf
@@ -502,6 +492,11 @@ def trace_of(structure: Structure, precision: str, kept: Collection[int], *, tar
             complete = {index for index in own if params[index].trainable} - done
             done |= complete
             backward.append(Moment(Phase.BACKWARD, visit.path, read, gradients=tuple(sorted(complete))))
+    buffers = [buffer for _, module in structure.modules for buffer in own_buffers(module).values()]
+    coded = [(names[0], param) for param, names in structure.params if id(param) in structure.coded]
+    dense = [b for b in (*buffers, *scales_in(coded).values()) if b.layout is torch.strided]
+    # By storage: views of one count once, with all of it.
+    storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in dense}
     return MemoryTrace(
         model=type(structure.model).__name__,
         precision=precision,
@@ -511,5 +506,5 @@ def trace_of(structure: Structure, precision: str, kept: Collection[int], *, tar
         source=Source.STRUCTURE,
         params=params,
         moments=(*forward, *reversed(backward)),
-        buffer_bytes=_buffer_bytes(structure),
+        buffer_bytes=sum(storages.values()),
     )

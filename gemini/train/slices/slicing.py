@@ -244,7 +244,12 @@ def _make_slices(model: nn.Module, slices: Slices, plan: Mapping[str, str] | Non
             f"names are for example {', '.join(list(plan)[:3])}"
         )
     _check_heads(model, styles, slices.size)
-    return SlicedModel(cuts, slices, styles, _counts_of(model, styles))
+    # Counts of heads or columns that a slice divides: of modules that compute with columns of this slice alone.
+    counts = _own_plan(model).counts
+    here = [name for name, style in styles.items() if parts_of(style)[0] in ("colwise", "packed_colwise")]
+    found = {name: counts[end] for name, _ in model.named_modules() if (end := of_end(name, counts))}
+    own = {name: own for name, own in found.items() if any(f"{cut}.".startswith(f"{name}.") for cut in here)}
+    return SlicedModel(cuts, slices, styles, own)
 
 
 def _refuse_uncuttable(model: nn.Module) -> None:
@@ -258,14 +263,6 @@ def _refuse_uncuttable(model: nn.Module) -> None:
             f"tensor parallel does not slice 4-bit weights ({coded!r}), which share scales in blocks. Use dp in place "
             "of tp: it divides 4-bit weights among ranks"
         )
-
-
-def _counts_of(model: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """The counts of heads or columns that a slice divides: of modules that compute with columns of this slice alone."""
-    counts = _own_plan(model).counts
-    here = [name for name, style in styles.items() if parts_of(style)[0] in ("colwise", "packed_colwise")]
-    found = {name: counts[end] for name, _ in model.named_modules() if (end := of_end(name, counts))}
-    return {name: own for name, own in found.items() if any(f"{cut}.".startswith(f"{name}.") for cut in here)}
 
 
 def slices_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel | None:
