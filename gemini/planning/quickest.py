@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 from gemini.errors import BudgetExceeded
@@ -102,13 +102,13 @@ def quickest(
 
 
 def _least_with_more(planned: Mapping[int, float], most: int) -> float:
-    """The least seconds with more blocks kept, up to ``most``, than were planned: each saves as the one before it, and
-    what it moves costs as much or more, so the last gain per block is the most that is to come.
+    """The least seconds with more blocks kept, up to ``most``, than were planned: no block saves more than the most
+    that one has saved so far. (The last gain may be less than that: plans of some numbers have other homes.)
     """
     if len(planned) < 2:
         return -math.inf
-    (few, before), (many, now) = list(planned.items())[-2:]
-    return now - max(before - now, 0.0) / (many - few) * (most - many)
+    gains = [(before - now) / (many - few) for (few, before), (many, now) in pairwise(planned.items())]
+    return [*planned.values()][-1] - max(*gains, 0.0) * (most - max(planned))
 
 
 def quickest_kept(

@@ -267,9 +267,9 @@ class Work:
         return tuple(self._move(way, num_bytes, name, ACTIVATION) for way in ways)
 
 
-STEPS = 3
+STEPS = 4
 """Steps that an overlapped schedule is played for; the last one is taken. The first begins with nothing pending, and
-what it leaves to the second one is what every later step finds.
+activations that leave more slowly than they are made have filled their room by then.
 """
 
 SLOTS = 4
