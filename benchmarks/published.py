@@ -7,9 +7,11 @@ Nothing is run here and nothing is fitted. Each step is traced on fake tensors, 
 the machine has, and played on figures of data sheets. *Ours*: exact states in bf16, homes and moves chosen by
 ``gemini.plan``; where a row says "chosen" the step is chosen too, as ``gemini plan --fastest`` does it, with
 ``--kernels liger`` for the models that have them, else with ``--tile-tokens auto``; otherwise every block is
-checkpointed, with the quickest of the micro-batches that a row names. *Theirs*: the same layers, all on the GPUs (or
-all on the drives), with their own micro-batch and checkpointing, where that describes what they did. Of a step of
-more than three micro-batches (chosen: four) few are played: each further one takes what the last one took.
+checkpointed, with the quickest of the micro-batches that a row names. Where a row says "fp16_accumulation", ours
+computes in fp16 and sums products in fp16, as ``gemini plan --precision fp16 --fp16-accumulation`` does. *Theirs*: the
+same layers, all on the GPUs (or all on the drives), with their own micro-batch and checkpointing, where that describes
+what they did. Of a step of more than three micro-batches (chosen: four) few are played: each further one takes what
+the last one took.
 """
 
 import argparse
@@ -47,7 +49,9 @@ FAR = 0.2
 
 
 @cache
-def trace_of(model: str, samples: int, length: int, checkpointing: bool, lora: int | None) -> gemini.MemoryTrace:
+def trace_of(
+    model: str, samples: int, length: int, checkpointing: bool, lora: int | None, fp16_accumulation: bool = False
+) -> gemini.MemoryTrace:
     config = AutoConfig.for_model(**DATA["models"][model], use_cache=False)
     adapted = lora and lora_on(lora)(skeleton_from_config(config).model, low_cpu_mem_usage=True)
     return gemini.trace(
@@ -55,6 +59,8 @@ def trace_of(model: str, samples: int, length: int, checkpointing: bool, lora: i
         gemini.batch_for(config, samples, length),
         target="cuda",
         checkpointing="non-reentrant" if checkpointing else None,
+        precision="fp16" if fp16_accumulation else "bf16",
+        fp16_accumulation=fp16_accumulation,
     )
 
 
@@ -79,7 +85,7 @@ def choose(row: dict[str, Any], side: dict[str, Any], folder: Path) -> tuple[flo
     config, known = folder / f"{row['model']}.json", folder / "machine.json"
     config.write_text(json.dumps(model))
     known.write_text(hardware.to_json())
-    has_kernels = model["model_type"] in FAMILIES
+    has_kernels, sums_in_fp16 = model["model_type"] in FAMILIES, bool(side.get("fp16_accumulation"))
     settings = PlanSettings(
         config=str(config),
         machine=str(known),
@@ -88,6 +94,8 @@ def choose(row: dict[str, Any], side: dict[str, Any], folder: Path) -> tuple[flo
         tokens_per_step=row["tokens"],
         kernels="liger" if has_kernels else None,
         tile_tokens=None if has_kernels else "auto",
+        precision="fp16" if sums_in_fp16 else "bf16",
+        fp16_accumulation=sums_in_fp16,
         gpu=f"{int(hardware.capacity(Tier.GPU) or 0) - BESIDE}B",
         cpu=f"{int(MARGIN * (hardware.capacity(Tier.CPU) or 0))}B",
         nvme="0B",
@@ -112,7 +120,8 @@ def play(row: dict[str, Any], side: dict[str, Any]) -> float:
     """The row's unit per second by the simulator. Raises BudgetExceeded if the step does not fit."""
     ranks = row.get("gpus", 1)
     hardware = hardware_of(side.get("on", row["on"]), ranks)
-    trace = trace_of(row["model"], side["samples"], row["length"], side.get("checkpointing", True), row.get("lora"))
+    how = (side.get("checkpointing", True), row.get("lora"), bool(side.get("fp16_accumulation")))
+    trace = trace_of(row["model"], side["samples"], row["length"], *how)
     budgets = {Tier.GPU: int(hardware.capacity(Tier.GPU) or 0) - BESIDE}
     all_on_it = STAGING * min(ranks, 8) if side.get("in") == "gpu" else None
     budgets[Tier.CPU] = side.get("cpu") or all_on_it or int(MARGIN * (hardware.capacity(Tier.CPU) or 0))
