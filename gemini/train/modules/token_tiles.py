@@ -157,23 +157,17 @@ def _checkpointed(
     node: Any = _KeptForBackward.apply(torch.empty(0, requires_grad=True), *rows).grad_fn  # type: ignore[no-untyped-call]
     sizes = [part.shape[0] for part in parts[0]]
     needs_grad = [each.requires_grad for each in rows]
-    # Emptied by the first forward: what is left in a region is there until backward.
-    first = dict(enumerate(zip(*parts, strict=True)))
-    again: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
-
-    def tile_again(at: int) -> tuple[torch.Tensor, ...]:
-        task = torch._C._current_graph_task_id()
-        # Asked once for all tiles of a backward: a checkpointed block gives nothing away twice.
-        if task == -1 or task not in again:
-            again.clear()
-            again[task] = dict(
-                enumerate(zip(*(each.detach().split(sizes) for each in node.saved_tensors), strict=True))
-            )
-        tile = again[task].pop(at)
-        return tuple(part.detach().requires_grad_(needs) for part, needs in zip(tile, needs_grad, strict=True))
+    # Given away one by one, at first those of the rows: what a region keeps is there until backward.
+    left = dict(enumerate(zip(*parts, strict=True)))
 
     def region(at: int, device: torch.Tensor) -> Any:
-        return of_tile(*_tile(first.pop(at) if at in first else tile_again(at)))
+        if at not in left:
+            # Asked once for all tiles of a backward: a checkpointed block gives nothing away twice.
+            kept = zip(*(each.detach().split(sizes) for each in node.saved_tensors), strict=True)
+            for number, tile in enumerate(kept):
+                own = zip(tile, needs_grad, strict=True)
+                left[number] = tuple(part.detach().requires_grad_(needs) for part, needs in own)
+        return of_tile(*_tile(left.pop(at)))
 
     # An empty tensor tells checkpointing whose random numbers to repeat; past a block's hooks, which would count it.
     device = rows[0].new_empty(0)
