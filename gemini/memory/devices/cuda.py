@@ -102,7 +102,7 @@ class CudaDevice(Device):
         said = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         own = sum(2**10 * int(size) * int(count) for size, count in said)
         self._aside = allocator_bytes(rule, torch.cuda.get_device_capability(self.torch_device), own)
-        return _context(self.torch_device) + CUDA_KERNELS + self._aside
+        return min(_elsewhere(self.torch_device), CUDA_CONTEXT) + CUDA_KERNELS + self._aside
 
     def fragments_percent(self) -> int:
         if torch.cuda.get_allocator_backend() != "native":
@@ -437,11 +437,6 @@ def _own_gpu() -> int:
 _limits: weakref.WeakKeyDictionary[object, tuple[int, int | None]] = weakref.WeakKeyDictionary()
 
 
-def _context(device: torch.device) -> int:
-    """The bytes in use on a device that are this process's and not torch's, as far as one can tell."""
-    return min(_elsewhere(device), CUDA_CONTEXT)
-
-
 def _elsewhere(device: torch.device) -> int:
     """Bytes in use on a device that this process's torch allocator has not reserved: contexts, and other programs."""
     free, total = torch.cuda.mem_get_info(device)
@@ -482,7 +477,9 @@ def limit(owner: object, device: torch.device, budget: int | None) -> None:
     is_first = all(index != device.index for other, (index, _) in _limits.items() if other is not owner)
     before = torch.cuda.memory_allocated(device) if is_first else 0
     is_new = owner not in _limits
-    _limits[owner] = device.index, None if budget is None else before + budget - _context(device) - CUDA_KERNELS
+    # What is in use there is this process's and not torch's up to the size of a context, as far as one can tell.
+    beside = min(_elsewhere(device), CUDA_CONTEXT) + CUDA_KERNELS
+    _limits[owner] = device.index, None if budget is None else before + budget - beside
     # An owner that is collected without `close` must not limit the process for ever.
     if is_new:
         weakref.finalize(owner, _apply, device).atexit = False

@@ -157,8 +157,15 @@ class Reader:
         # A checkpoint that is being written behind the training gets each chunk as it was.
         for chunk in chunks:
             observers.before_write(chunk)
-        for of in self._others.values():
-            self._convert(*of)
+        # All planes of params that were saved in another form.
+        for handle, saved, here in self._others.values():
+            part = handle.part
+            # Only from exact to compact is anything lost that is worth telling.
+            self._num_rounded += saved.rule.exact is None and here.rule.exact is not None and part.numel > 0
+            for start, stop in tiles(0, part.numel, self._mover.tile):
+                read = partial(self._saved_part, handle, part.offset + start, part.offset + stop)
+                for kind, values in converted(saved, here, read).items():
+                    store_range(self._mover, handle.chunk.planes[kind], part.start + start, values)
         for source in self._sources:
             if source.handle.whole_name not in self._others:
                 for start, stop in tiles(0, source.numel, self._mover.tile):
@@ -171,16 +178,6 @@ class Reader:
                 f"{path} was saved with exact states, and the model keeps compact ones: in {self._num_rounded} params "
                 "masters have 24 bits now and states 8. The run goes on close to what it was, not with its bits"
             )
-
-    def _convert(self, handle: ParamHandle, saved: Form, here: Form) -> None:
-        """Overwrite all planes of a param, tile by tile."""
-        part = handle.part
-        # Only from exact to compact is anything lost that is worth telling.
-        self._num_rounded += saved.rule.exact is None and here.rule.exact is not None and part.numel > 0
-        for start, stop in tiles(0, part.numel, self._mover.tile):
-            read = partial(self._saved_part, handle, part.offset + start, part.offset + stop)
-            for kind, values in converted(saved, here, read).items():
-                store_range(self._mover, handle.chunk.planes[kind], part.start + start, values)
 
     def _saved_part(self, handle: ParamHandle, start: int, stop: int, spec: PlaneSpec) -> torch.Tensor:
         """Elements ``[start, stop)`` of a param in a saved plane."""

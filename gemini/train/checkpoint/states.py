@@ -224,8 +224,13 @@ class Rest:
             raise PlanMismatch(f"{self._path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
         if saved not in (None, scheduler_kind(self._scheduler)):
             raise self._other_scheduler(f"it was a {saved}")
-        if not has_none and (name := _differing(self._scheduler.state_dict(), self._state)):
-            raise self._other_scheduler(f"their states differ in {name!r}")
+        here = None if has_none else self._scheduler.state_dict()
+        if isinstance(here, dict) and isinstance(self._state, dict):
+            names = {str(name) for name in here if name not in self._state}
+            # Nothing tells the classes of those within it: they must have the very names.
+            names |= {"_schedulers"} if _names_within(here) != _names_within(self._state) else set()
+            if names:
+                raise self._other_scheduler(f"their states differ in {min(names)!r}")
 
     def _other_scheduler(self, why: object) -> PlanMismatch:
         return PlanMismatch(
@@ -370,16 +375,6 @@ def _compared_groups(
 def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
     """The form that two values must share, so that one can take the place of the other in a model's state."""
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
-
-
-def _differing(here: Any, saved: Any) -> str | None:
-    """The first name that the state of a scheduler has and the saved one has not, if both have names."""
-    if not (isinstance(here, dict) and isinstance(saved, dict)):
-        return None
-    names = {str(name) for name in here if name not in saved}
-    # Nothing tells the classes of those within it: they must have the very names.
-    names |= {"_schedulers"} if _names_within(here) != _names_within(saved) else set()
-    return min(names, default=None)
 
 
 def _names_within(state: dict[str, Any]) -> list[Any]:
