@@ -40,9 +40,8 @@ def plan(settings: PlanSettings, console: Console) -> int:
         from gemini.jobs.models import find_config
 
         find_config(settings.config, settings.layers)  # a name that is none is said before anything else
-    way = Way(settings)
     with progress("tracing the step") as status:
-        report, made, timeline = (_plan_over_mesh if settings.mesh else _plan_whole)(way, status)
+        report, made, timeline = (_plan_over_mesh if settings.mesh else _plan_whole)(Way(settings), status)
     if settings.json:
         print(json.dumps(report, indent=1))
         console.quiet = True

@@ -287,9 +287,8 @@ def outline_of(source: ModelSource, options: Options) -> tuple[Any, list[str]]:
         if not Path(source.weights).exists():
             how["revision"] = asked.model_revision
         if codes is not None:
-            dtype = codes.bnb_4bit_compute_dtype
             model = auto.from_pretrained(
-                source.weights, quantization_config=codes, device_map="cpu", dtype=dtype, **how
+                source.weights, quantization_config=codes, device_map="cpu", dtype=codes.bnb_4bit_compute_dtype, **how
             )
             return (model if adapt is None else adapt(model)), []
         how["dtype"] = asked.dtype if "dtype" in options.said else "auto"

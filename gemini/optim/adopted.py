@@ -288,14 +288,13 @@ def _does_alike(rule: AdoptedRule, given: Mapping[str, Any], wanted: list[Snapsh
         spec.kind: torch.zeros(spec.num_items(master.numel()), dtype=getattr(torch, spec.dtype), device="cpu")
         for spec in rule.spec.planes
     } | make_factors(rule.spec, shape)
-    planes = dict(rule.anatomy.planes)
     for number, snapshot in enumerate(wanted, 1):
         scalars = AdoptedScalars(number, 1.0, tuple(given.items()))
         rule.update(master, gradient(number, shape).view(-1)[piece], states, scalars, where)
         pairs = [(master, snapshot.value.view(-1)[piece])]
         for name in rule.anatomy.tensors(shape):
             held, value = states[name], snapshot.state[name]
-            if name in planes:
+            if name in dict(rule.anatomy.planes):
                 value = value.reshape(-1)[piece]
             pairs.append((held, value if value.dim() else value.repeat(held.shape)))
         # As bytes: NaN is equal to itself.

@@ -100,6 +100,5 @@ def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
         model: the model. Its head is what ``get_output_embeddings()`` returns, if it has this method.
         adamw: hyperparameters of the second group, such as ``lr=3e-4``.
     """
-    trained = [param for param in model.parameters() if param.requires_grad]
-    groups = MuonRule().grouped(model, [{"params": trained}])
+    groups = MuonRule().grouped(model, [{"params": [param for param in model.parameters() if param.requires_grad]}])
     return [{**group, **adamw} if group["adamw"] else group for group in groups]

@@ -153,8 +153,7 @@ def _phases(axes: Any, timeline: Timeline, end: float) -> None:
 
 def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier, *, end: float) -> None:
     budget = timeline.budgets.get(tier, 0)
-    peaks = [t.peaks.get(tier, 0) for t in timelines]
-    most = max(*peaks, 1)
+    most = max(*(t.peaks.get(tier, 0) for t in timelines), 1)
     budgets = [t.budgets.get(tier, 0) for t in timelines]
     top = max(most, *[b for b in budgets if b <= 2 * most], 1)
     unit, unit_name = series.unit("bytes", top)

@@ -235,8 +235,7 @@ class Flow(TorchDispatchMode):
                 is_bare = all(param is None for param in module._parameters.values())
                 if around_blocks or is_bare or is_in(name, self._blocks):
                     continue
-            inside = bool(outermost) and name.startswith(f"{outermost}.")
-            outermost = outermost if inside else name
+            outermost = outermost if outermost and name.startswith(f"{outermost}.") else name
             for own in (*module.parameters(), *module.buffers()):
                 self._owners.setdefault(_key(own), set()).add(outermost)
                 self._free_params.pop(_key(own), None)

@@ -94,9 +94,7 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
 
 def _losses_of(model: nn.Module, parts: list[Mapping[str, Any]], loss: Loss | None) -> torch.Tensor:
     def own_loss(find: Callable[..., torch.Tensor], output: Any, number: int) -> torch.Tensor:
-        if loss is None:
-            return find(output) / len(parts)
-        return find(output, lambda output: loss(output, parts[number]))
+        return find(output) / len(parts) if loss is None else find(output, lambda output: loss(output, parts[number]))
 
     stages = _stages_for(model, parts, loss) if len(parts) > 1 else "one micro-batch"
     if not isinstance(stages, str):

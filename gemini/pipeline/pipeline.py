@@ -124,8 +124,7 @@ class Pipeline:
             for dim in range(0 if mesh is None else mesh.ndim):
                 dist.broadcast_object_list(said, group=cast(DeviceMesh, mesh).get_group(dim), group_src=0)
         (self._ranges,) = said
-        rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
-        self._numbers = range(rank, each * size, size)
+        self._numbers = range(0 if mesh is None or size == 1 else place_in(mesh, "pp"), each * size, size)
         self._stages = [Stage(model, course, *self._ranges[i]) for i in self._numbers]
         self.model = self._managed(model, config, fill, course)
         self._numbered = [Numbered(stage) for stage in self._stages]
@@ -238,9 +237,7 @@ class Pipeline:
 
     def _in_backward(self) -> AbstractContextManager[None]:
         self._backwards_left -= 1
-        if self._no_sync and self._backwards_left:
-            return self.model.no_sync()  # type: ignore[no-any-return]
-        return nullcontext()
+        return self.model.no_sync() if self._no_sync and self._backwards_left else nullcontext()
 
     def _over_ranks(self, parts: list[dict[str, Any]]) -> torch.Tensor:
         runner = self._runner_for(parts[0])

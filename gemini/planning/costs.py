@@ -183,8 +183,7 @@ class Costs:
                 flops += done * shares[0] / shares[1]
         others = flops / self._get(speed, what) if flops > 0 else 0.0
         if moment.touched_bytes:
-            elsewhere = moment.touched_bytes / self._get("gpu_bandwidth", what) - through_memory
-            others = max(others, elsewhere)
+            others = max(others, moment.touched_bytes / self._get("gpu_bandwidth", what) - through_memory)
         return products + others
 
     def launching(self, moment: Moment, num_hooked: int, *, measured: bool) -> float:
@@ -244,8 +243,7 @@ class Costs:
         if not num_bytes or not self._hardware.has("land_cpu"):
             return self.host_pass(num_bytes)
         what = "landing gradients"
-        seconds = self._get("land_cpu", what) * num_bytes / 4
-        return self._on_host(seconds, num_bytes, what, threads=1.0)
+        return self._on_host(self._get("land_cpu", what) * num_bytes / 4, num_bytes, what, threads=1.0)
 
     def gpu_pass(self, num_bytes: float) -> Cost:
         """The GPU reading and writing so many bytes of its own memory."""

@@ -11,6 +11,7 @@ floats in one fixed order: the same tasks give the same times, bit for bit.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from operator import truediv
@@ -52,11 +53,11 @@ class Fluid:
         self._times = TaskTimes([], [], [])
         self._missing: list[int] = []
         self._followers: list[list[int]] = []
-        # By queue: heaps of its ready tasks, by the bytes that they take, whether one of them runs, and the last one.
+        # By queue: heaps of its ready tasks, by the bytes that they take, the last one, and whether one of them runs.
         self._queues: dict[str, int] = {}
-        self._ready: list[dict[int, list[tuple[float, int]]]] = []
-        self._busy: list[bool] = []
-        self._last: list[int] = []
+        self._ready: defaultdict[int, dict[int, list[tuple[float, int]]]] = defaultdict(dict)
+        self._last: dict[int, int] = {}
+        self._busy: set[int] = set()
         # Queues that may begin a task: one has ended there, or become ready; and tasks that would begin there if the
         # buffer had more.
         self._changed: set[int] = set()
@@ -85,23 +86,18 @@ class Fluid:
         assert length >= 0 and max(before, default=NOTHING) < number, (queue, length, before)
         shares = sorted((self._resources[name], load) for name, load in (loads or {}).items() if load > 0)
         assert all(share <= 1 + _EPSILON for _, share in shares), (queue, loads)
-        if queue not in self._queues:
-            self._queues[queue] = len(self._queues)
-            self._ready.append({})
-            self._busy.append(False)
-            self._last.append(NOTHING)
-        self._tasks.append(_Task(self._queues[queue], length, urgency, tuple(shares), takes, gives))
+        at = self._queues.setdefault(queue, len(self._queues))
+        self._tasks.append(_Task(at, length, urgency, tuple(shares), takes, gives))
         self._missing.append(len(before))
         self._followers.append([])
         for other in before:
             self._followers[other].append(number)
-        self._times.start.append(0.0)
-        self._times.stop.append(0.0)
-        self._times.released_by.append(NOTHING)
         return number
 
     def run(self) -> TaskTimes:
         """Play until every task is over."""
+        count = len(self._tasks)
+        self._times = TaskTimes([0.0] * count, [0.0] * count, [NOTHING] * count)
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._make_ready(number)
@@ -123,7 +119,7 @@ class Fluid:
         """Begin what can: of each idle queue the most urgent task that the buffer has room for."""
         # In the order of queues: those that come first get the buffer.
         for queue in sorted(self._changed):
-            while not self._busy[queue]:
+            while queue not in self._busy:
                 heaps = [(heap[0], takes) for takes, heap in self._ready[queue].items() if heap]
                 self._short.update(first[1] for first, takes in heaps if takes > self.buffer)
                 fitting = [each for each in heaps if each[1] <= self.buffer]
@@ -136,12 +132,12 @@ class Fluid:
 
     def _begin(self, queue: int, number: int) -> None:
         self.buffer -= self._tasks[number].takes
-        self._busy[queue] = True
+        self._busy.add(queue)
         self._times.start[number] = self._now
         self._active.append(number)
         self._left.append(self._tasks[number].length)
         # Held up by its queue, if that was at work for longer than what made the task ready.
-        before, released_by, stop = self._last[queue], self._times.released_by, self._times.stop
+        before, released_by, stop = self._last.get(queue, NOTHING), self._times.released_by, self._times.stop
         if before != NOTHING and (released_by[number] == NOTHING or stop[before] > stop[released_by[number]]):
             released_by[number] = before
 
@@ -164,7 +160,7 @@ class Fluid:
         """Note that a task is over, and what it has held up."""
         queue, given_back = self._tasks[number].queue, self._tasks[number].gives
         self._times.stop[number] = self._now
-        self._busy[queue] = False
+        self._busy.remove(queue)
         self._last[queue] = number
         self._changed.add(queue)
         if given_back:

@@ -162,10 +162,8 @@ def human_figure(key: str, value: float) -> str:
 
 
 def _human_rate(value: float, unit: str) -> str:
-    for factor, prefix in ((1e12, "T"), (1e9, "G")):
-        if value >= factor:
-            return f"{value / factor:.4g} {prefix}{unit}"
-    return f"{value / 1e6:.4g} M{unit}"
+    factor, prefix = (1e12, "T") if value >= 1e12 else (1e9, "G") if value >= 1e9 else (1e6, "M")
+    return f"{value / factor:.4g} {prefix}{unit}"
 
 
 _FOLDER = Path(__file__).resolve().parents[1] / "machines"

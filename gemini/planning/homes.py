@@ -155,8 +155,7 @@ class _Choices(NamedTuple):
             num_bytes[Tier.CPU] -= sizes[kind]
         if stays:
             num_bytes[problem.compute] += problem.window_bytes(index)
-        homes = dict.fromkeys(kinds, tier)
-        return HomeChoice((index,), homes, tuple(excludes or kinds), change, num_bytes, streamed)
+        return HomeChoice((index,), dict.fromkeys(kinds, tier), tuple(excludes or kinds), change, num_bytes, streamed)
 
     def seconds_with(
         self, index: int, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False

@@ -105,9 +105,7 @@ def part_of(slot: Slot, chunk_numel: int, ranks: int, rank: int) -> Part:
     shard = chunk_numel // ranks
     begin = rank * shard
     first, last = max(slot.start, begin), min(slot.stop, begin + shard)
-    if first >= last:
-        return Part(0, 0, 0)
-    return Part(first - begin, last - begin, first - slot.start)
+    return Part(0, 0, 0) if first >= last else Part(first - begin, last - begin, first - slot.start)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from gemini.errors import BudgetExceeded
@@ -40,10 +40,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> list[tuple[int, int]]
     block, and at last of what the last stage has besides.
     """
     blocks, rest = weights[:-1], weights[-1]
-    sums = [0.0]
-    for weight in blocks:
-        sums.append(sums[-1] + weight)
-    number = len(blocks)
+    sums, number = [*accumulate(blocks, initial=0.0)], len(blocks)
     # least[s][i]: the heaviest of s stages that have the first i blocks, at best, and where the last of them begins.
     least: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, num_stages + 1):
@@ -142,12 +139,11 @@ def stage_trace(trace: MemoryTrace, blocks: Blocks, start: int, stop: int, *, bo
             peak_bytes=max(moment.peak_bytes - base, live),
         )
 
-    together = {found for indices in trace.read_together if len(found := here(indices)) > 1}
     return replace(
         trace,
         params=tuple(replace(trace.params[i], apart=trace.params[i].apart or i in elsewhere) for i in own),
         moments=tuple(map(moved, moments)),
-        read_together=tuple(sorted(together)),
+        read_together=tuple(sorted({found for indices in trace.read_together if len(found := here(indices)) > 1})),
         kept_blocks=sum(start <= block < stop for block in kept_among(blocks.number, trace.kept_blocks)),
         tiled=None,
     )

@@ -73,14 +73,8 @@ class Update(NamedTuple):
 
     def pieces(self, count: int) -> tuple[Update, ...]:
         """The same in ``count`` equal parts, which together move just as many bytes."""
-        return tuple(
-            Update(
-                tuple(_part(hop, number, count) for hop in self.reads),
-                _part(self.update, number, count),
-                tuple(_part(hop, number, count) for hop in self.writes),
-            )
-            for number in range(count)
-        )
+        parts, at = (tuple(_part(hop, n, count) for hop in self.hops) for n in range(count)), len(self.reads)
+        return tuple(Update(own[:at], own[at], own[at + 1 :]) for own in parts)
 
 
 def _part(hop: Hop, number: int, count: int) -> Hop:
@@ -481,8 +475,7 @@ class _Serial:
 
     def add_update(self, index: int, moment: int) -> None:
         """Update a chunk (``moment`` -1: after backward), whose gathered copy is then of the step before."""
-        tasks = self._do(self._work.update(index).hops, moment)
-        self._drop(index, tasks[-1], at_end=True)
+        self._drop(index, self._do(self._work.update(index).hops, moment)[-1], at_end=True)
 
     def _do(self, hops: Iterable[Hop], moment: int) -> list[int]:
         tasks = self.graph.chain(hops, 0, moment, self._last)
@@ -585,8 +578,7 @@ class _Carried:
         """Tasks to be over before a moment is computed: it has what it asks for, and there is room for its own."""
         # The oldest have left where there is no room for more.
         after = _over(self._leaving, self._work.flight_room - self._work.carried_bytes(now.number, back=False))
-        after += self._restore(now)
-        return after + (self._all_left() if not now.number else [])
+        return after + self._restore(now) + (self._all_left() if not now.number else [])
 
     def leave(self, now: _Moment, tasks: list[int]) -> None:
         """Let what a moment saved leave by these tasks."""
@@ -679,8 +671,7 @@ class _Overlap:
             self._fetch(self._coming.popleft())
         read = self._plan.accesses[now.number].chunks
         after = self._computed[-1:] + [self._fetched.pop(index) for index in read if index in self._fetched]
-        after += self._carried.begin(now)
-        after += self._landed_here
+        after += [*self._carried.begin(now), *self._landed_here]
         self._landed_here.clear()
         if self._launches:
             after.append(self._launch(now, read))
@@ -691,8 +682,7 @@ class _Overlap:
 
     def end(self, now: _Moment) -> None:
         """Add what comes behind a moment: its layers' messages, saved activations, gradients and updates."""
-        exchange = self._work.exchange(now.number)
-        self._computed[-1:] = self._behind(exchange, now)[-1:] or self._computed[-1:]
+        self._computed[-1:] = self._behind(self._work.exchange(now.number), now)[-1:] or self._computed[-1:]
         saved = self._behind(self._work.carry(now.number, back=False), now)
         if saved:
             self._carried.leave(now, saved)

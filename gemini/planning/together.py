@@ -70,8 +70,7 @@ def kept_bytes(plan: Plan) -> dict[Tier, int]:
 
 def needed_bytes(plan: Plan) -> int:
     """Bytes that it needs besides of the computing tier, while it computes itself."""
-    gathers = bool(plan.problem.moving(plan.placement))
-    return plan.problem.in_flight + (plan.problem.working_set if gathers else 0)
+    return plan.problem.in_flight + (plan.problem.working_set if plan.problem.moving(plan.placement) else 0)
 
 
 @dataclass(frozen=True)

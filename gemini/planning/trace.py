@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from gemini.errors import PlanMismatch, human_bytes
@@ -230,11 +230,7 @@ class MemoryTrace(Document, kind="trace"):
     @property
     def checkpoint_bytes(self) -> int:
         """The most bytes of inputs of checkpointed blocks that wait for backward at once."""
-        waiting = most = 0
-        for moment in self.moments:
-            waiting += moment.saved_bytes - moment.restored_bytes
-            most = max(most, waiting)
-        return most
+        return max(accumulate((m.saved_bytes - m.restored_bytes for m in self.moments), initial=0))
 
     @property
     def seconds(self) -> float | None:
@@ -408,8 +404,7 @@ def kept_among(blocks: int, number: int) -> list[int]:
 
 def with_seconds(trace: MemoryTrace, seconds: list[float]) -> MemoryTrace:
     """The same trace with other computing times, one per moment."""
-    moments = [replace(m, seconds=s) for m, s in zip(trace.moments, seconds, strict=True)]
-    return replace(trace, moments=tuple(moments))
+    return replace(trace, moments=tuple(replace(m, seconds=s) for m, s in zip(trace.moments, seconds, strict=True)))
 
 
 _CODES_PER_SCALE, _SCALES_PER_BLOCK = 64, 256
@@ -442,13 +437,12 @@ def with_4bit_base(trace: MemoryTrace) -> MemoryTrace:
         for i, param in enumerate(trace.params)
     )
     read_by = {trace.params[i].name.removesuffix(".weight"): numel for i, numel in sizes.items()}
-    itemsize = compute_itemsize(trace.precision)
 
     def with_weight(moment: Moment) -> Moment:
         numel = read_by.get(moment.module)
         if numel is None:
             return moment
-        made = numel * itemsize + 4 * -(-numel // _CODES_PER_SCALE)
+        made = numel * compute_itemsize(trace.precision) + 4 * -(-numel // _CODES_PER_SCALE)
         return replace(
             moment,
             peak_bytes=moment.peak_bytes + made,
