@@ -74,13 +74,13 @@ def cheapest_homes(
 
 def _assigned(chosen: Sequence[tuple[HomeChoice, int]]) -> Iterator[tuple[int, HomeChoice]]:
     """Which of the chunks that are alike take what was chosen so many times: those first that leave less to others. The
-    first chunks, whose weights are needed first, are on the GPU; those on a drive are evenly spread.
+    first chunks, needed first, are on the GPU; those on a drive are spread, and so are the few that most leave.
     """
     taken: defaultdict[tuple[int, PlaneKind], bool] = defaultdict(bool)
     for choice, times in sorted(chosen, key=lambda each: -len(each[0].excludes)):
         free = [index for index in choice.chunks if not any(taken[index, kind] for kind in choice.excludes)]
-        if any(tier.in_files for tier in choice.homes.values()):
-            free.sort(key=spread_evenly, reverse=True)
+        if (is_most := times < len(free) <= 1.5 * times) or any(tier.in_files for tier in choice.homes.values()):
+            free.sort(key=spread_evenly, reverse=not is_most)  # the very first one is among the most
         for index in free[:times]:
             taken.update(dict.fromkeys(((index, kind) for kind in choice.excludes), True))
             yield index, choice

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from gemini.planning.homes import HomeChoice, _assigned
 from gemini.planning.planes import GRAD, WEIGHTS
 from gemini.planning.program import solve
@@ -25,6 +27,16 @@ def test_chunks_that_are_alike_take_what_excludes_nothing_of_theirs() -> None:
     assert on_drive == [3, 6], "two of six at the distance of three"
     planes = [(index, kind) for index, own in taken for kind in own.excludes]
     assert len(planes) == len({*planes})
+
+
+def test_the_few_that_are_left_where_most_take_one_choice_are_no_neighbours() -> None:
+    whole = choice(WEIGHTS, GRAD, *STATES, tier=Tier.GPU, chunks=range(12))
+    taken = {times: {index for index, _ in _assigned([(whole, times)])} for times in (7, 8, 9, 12)}
+    assert taken[7] == {*range(7)} and taken[12] == {*range(12)}, "as many as not are left, or none"
+    for times in (8, 9):
+        left = sorted({*range(12)} - taken[times])
+        assert len(left) == 12 - times and left[0] > 0
+        assert all(b - a > 1 for a, b in pairwise(left))
 
 
 def test_a_column_is_taken_as_often_as_it_pays_and_may_be() -> None:
