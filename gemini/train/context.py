@@ -296,8 +296,7 @@ class Attend:
         with replaced(module, "num_key_value_groups", query.shape[1] // key.shape[1]):
             # Of a causal model the last query sees all keys, and each one before it one fewer.
             mask = self._causal_mask(query) if causal and self._kernel == "eager" else None
-            kernel = kernel_of(module, self._kernel)
-            out = kernel(module, query, key, value, mask, is_causal=causal, **how)[0]
+            out = kernel_of(module, self._kernel)(module, query, key, value, mask, is_causal=causal, **how)[0]
         (out,) = _ExchangeDims.apply(self._exchange, 1, 2, out)
         return out
 

@@ -266,12 +266,10 @@ class _Buffers:
     def undo(self, model: nn.Module) -> None:
         """Make them what they were or, once that is let go of, bring them to the CPU as they are now."""
         for module, named in self._before:
-            for name, buffer in named.items():
-                module._buffers[name] = buffer
+            module._buffers.update(named)
         if not self._before:
             for module in model.modules():
-                for name, buffer in own_buffers(module).items():
-                    module._buffers[name] = buffer.to("cpu")
+                module._buffers.update({name: buffer.to("cpu") for name, buffer in own_buffers(module).items()})
 
 
 def _divide_sequences(model: nn.Module, engine: Engine, changes: Changes) -> None:

@@ -81,8 +81,7 @@ class Schedule:
     def _outlook(self, index: int, done: bool, at: int) -> tuple[int, bool]:
         """The moment of the next use after ``at``, and whether it is kept until then. ``done``: all gradients came."""
         following = at + 1
-        in_both = 0 < following < len(self._needs) and index in self._needs[at] & self._needs[following]
-        if in_both and not done:
+        if not done and 0 < following < len(self._needs) and index in self._needs[at] & self._needs[following]:
             # Let go between two moments that both read it: the window stays for the next one.
             return following, True
         start = self._next_start(index, at)
@@ -114,8 +113,7 @@ class Schedule:
     def upcoming(self) -> Sequence[tuple[int, int]]:
         """The fetches planned from here on: (moment, chunk). Between two steps: those of the next one."""
         # 2**62: above every chunk, so that the search ends behind the moment itself.
-        after = -1 if self.place is None else self.place
-        return self._planned[bisect_right(self._planned, (after, 2**62)) :]
+        return self._planned[bisect_right(self._planned, (-1 if self.place is None else self.place, 2**62)) :]
 
     def script(self, there: Collection[int], completed: Mapping[int, int]) -> Script:
         """The script of what ranks that make this step together gather and reduce."""

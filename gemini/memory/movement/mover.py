@@ -282,8 +282,7 @@ class Mover:
         view = plane.host_view(start, stop)
         if view is not None:
             return view, False
-        staged = self.scratch(number, plane.dtype, plane.items(stop - start))
-        return self.load(plane, start, stop, staged), True
+        return self.load(plane, start, stop, self.scratch(number, plane.dtype, plane.items(stop - start))), True
 
     def gather(self, chunk: Chunk) -> Event:
         """Start to fill a populated window with the weights from home, cast to the compute dtype (:meth:`fetch`)."""

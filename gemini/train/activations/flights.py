@@ -236,8 +236,7 @@ class Flights:
                 flight.copies = mover.under_way(
                     computing, Tier.CPU, num_bytes, lambda: device.copy(into, source, "offload", kept=True), _SAVE, -1
                 )
-            begin = self._transfers.add if file is None else self._transfers.submit
-            begin(flight)
+            (self._transfers.add if file is None else self._transfers.submit)(flight)
             offloaded.flight = flight
 
     def _end_oldest(self) -> None:

@@ -266,8 +266,7 @@ def check_target(final: Path, asked: str | os.PathLike[str]) -> None:
     """Refuse to write over what is no checkpoint, or where nothing can be written: StorageError says which."""
     with of_storage(f"cannot save a checkpoint as {final}"):
         check_renamable(final, asked)
-        there = final.exists()
-        if there and not (final.is_dir() and (not any(final.iterdir()) or (final / MANIFEST).exists())):
+        if final.exists() and not (final.is_dir() and (not any(final.iterdir()) or (final / MANIFEST).exists())):
             raise StorageError(
                 f"{final} exists and is not a checkpoint: it will not be overwritten; give another directory"
             )

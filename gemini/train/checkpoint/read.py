@@ -153,9 +153,8 @@ class Reader:
         """Overwrite what this rank keeps, range by range."""
         # From here on the model is neither what it was nor what was saved: whoever called marks it, if this breaks off.
         self.started = True
-        chunks = {source.handle.chunk.spec.index: source.handle.chunk for source in self._sources}.values()
         # A checkpoint that is being written behind the training gets each chunk as it was.
-        for chunk in chunks:
+        for chunk in {source.handle.chunk.spec.index: source.handle.chunk for source in self._sources}.values():
             observers.before_write(chunk)
         # All planes of params that were saved in another form.
         for handle, saved, here in self._others.values():
@@ -196,8 +195,7 @@ class Reader:
             # Trained here, frozen when it was saved: what is there belongs to weights that are gone.
             values.zero_()
         if in_place is None:
-            at = source.handle.part.start + start * source.plane.block
-            store_range(self._mover, source.plane, at, values)
+            store_range(self._mover, source.plane, source.handle.part.start + start * source.plane.block, values)
 
     def _fill(self, values: torch.Tensor, key: str, handle: ParamHandle, first: int) -> None:
         """Read the saved items of a plane from ``first`` on, as the slice that a param is here counts them."""

@@ -321,11 +321,10 @@ def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision:
             f"{path} was saved for another model: {len(different)} params differ, the first is {different[0]!r} "
             f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
         )
-    has_compact = manifest.rule.exact is not None or rule.exact is not None
     for handle in handles:
         name, was, now = handle.whole_name, manifest.params[handle.whole_name], SavedParam.of(handle)
         # A scale of compact states is for a block of elements as they follow each other in one slice.
-        if was.cut != now.cut and has_compact:
+        if was.cut != now.cut and (manifest.rule.exact is not None or rule.exact is not None):
             there, of_now = (1 if of.cut is None else of.cut[2] for of in (was, now))
             raise PlanMismatch(
                 f"{path} has {name!r} in slices of {there} ranks, and here are {of_now}: compact states have one scale "

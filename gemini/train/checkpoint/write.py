@@ -120,8 +120,7 @@ class Piece(NamedTuple):
     def staged(self, device: Device, staging: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Their items in ``staging``, and the bytes of the pages that have them, with zeros behind the items."""
         plane, size = self.plane, self.plane.dtype.itemsize
-        first = self.start // plane.block * size
-        num_bytes = plane.items(self.stop) * size - first
+        num_bytes = plane.items(self.stop) * size - self.start // plane.block * size
         # Files are read in whole pages, which planes fill. Behind the items stand those of another param, or nothing.
         pages = staging[: in_pages(num_bytes)]
         items = pages[:num_bytes].view(plane.dtype)
@@ -261,8 +260,7 @@ class FolderHome(CheckpointHome):
         self._made: list[Path] = []  # on the first rank the folder that all write into
 
     def begin(self, ranks: Handshake) -> None:
-        name = ranks.step(lambda: self.draft.rng, self._make)
-        self._work, self._rank = self.place.parent / name, ranks.rank
+        self._work, self._rank = self.place.parent / ranks.step(lambda: self.draft.rng, self._make), ranks.rank
 
     def _make(self, rng: list[list[Any]]) -> str:
         """Make the folder that all write into, beside the final one; on the first rank."""

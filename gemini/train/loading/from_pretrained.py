@@ -387,8 +387,7 @@ class StoredModel(Skeleton):
         self._is_adapted = False
         # Buffers get memory, to be filled.
         for module in model.modules():
-            for name, buffer in own_buffers(module).items():
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            module._buffers.update({name: torch.empty_like(b, device="cpu") for name, b in own_buffers(module).items()})
 
     def adapt(self, adapt: Callable[[Any], Any]) -> None:
         """Let a program change the model before it is placed: what ``adapt`` touches is read, and kept."""

@@ -245,8 +245,7 @@ def _compute_in_fp32(module: nn.Module, dtype: torch.dtype, hooks: list[Any]) ->
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        casts = was_cast.get(threading.get_ident(), False)
-        return cast_floats(output, dtype) if casts or is_embedding else None
+        return cast_floats(output, dtype) if was_cast.get(threading.get_ident(), False) or is_embedding else None
 
     hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
     is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())

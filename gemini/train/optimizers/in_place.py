@@ -79,9 +79,8 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
                 f"{name} of the optimizer {original.__name__} was replaced by {before[name]!r}, which goes on calling "
                 f"{original.__name__}'s own: replace it after the optimizer was converted for the managed model"
             )
-    kind = HybridAdam if rule == ADAM else HybridOptimizer
     try:
-        optimizer.__class__ = class_in_place_of(original, kind)
+        optimizer.__class__ = class_in_place_of(original, HybridAdam if rule == ADAM else HybridOptimizer)
         assert isinstance(optimizer, HybridOptimizer)
         optimizer._take_over(rule, past, f"the optimizer {original.__name__}", step_in_backward=step_in_backward)
         _renew_step(optimizer)

@@ -364,9 +364,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Drop the states and step counts of all params, as if this optimizer had just been created. Params that
         another optimizer has taken over belong to this one again.
         """
-        params = params_of(self)
         with WHOLE:
-            states_of.own(self, params)
+            states_of.own(self, params_of(self))
             self.state.clear()
 
     @property
@@ -474,8 +473,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         states_of.complete_master(param, state)
         state["step"] += 1
         # In fp16 the master is updated, and the weights are its rounding.
-        data = state.get("master", param.data)
-        weights = data.contiguous()
+        weights = state.get("master", param.data).contiguous()
         residual = state.get("residual")
         scalars = self.rule.scalars(group, int(state["step"]), 1.0)
         where = Where(f"plain param {index}", 0, param.shape) if self.rule.spec.needs != "elements" else None

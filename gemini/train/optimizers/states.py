@@ -443,8 +443,7 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any], befo
     for name, (shape, dtype) in layout.items():
         if name in state:
             # A state dict may show one number for the whole param.
-            value = state[name].detach().expand(shape)
-            found[name] = value.to(param.device, dtype, copy=True).contiguous()
+            found[name] = state[name].detach().expand(shape).to(param.device, dtype, copy=True).contiguous()
     if RESIDUAL in found and RESIDUAL_OF in state:
         found[RESIDUAL_OF] = torch.as_tensor(state[RESIDUAL_OF], device="cpu").clone()
     if is_of(param, found):

@@ -384,8 +384,7 @@ def refuse_codes(handle: ParamHandle, value: torch.Tensor) -> None:
 
 def same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether two tensors, on any devices, have the same bits in the same order."""
-    bits = (of.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for of in (here, value))
-    return torch.equal(*bits)
+    return torch.equal(*(of.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for of in (here, value)))
 
 
 def _halves(values: torch.Tensor, residual: torch.dtype = torch.int16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -410,8 +409,7 @@ def _own_part(handle: ParamHandle, value: torch.Tensor, block: int = 1) -> torch
 
 def read_range(mover: Mover, plane: Plane, handle: ParamHandle, out: torch.Tensor | None = None) -> torch.Tensor:
     """Read what this rank keeps of a param in a plane, as a flat host tensor: a new one, or ``out``."""
-    numel = plane.items(handle.part.numel)
-    out = torch.empty(numel, dtype=plane.dtype, device="cpu") if out is None else out
+    out = torch.empty(plane.items(handle.part.numel), dtype=plane.dtype, device="cpu") if out is None else out
     base = handle.part.start
     for start, stop in tiles(0, handle.part.numel, mover.tile):
         out[start // plane.block : plane.items(stop)].copy_(host_part(mover, plane, base + start, base + stop))
@@ -428,8 +426,7 @@ def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor
 def store_range(mover: Mover, plane: Plane, base: int, source: torch.Tensor) -> None:
     """Overwrite a plane from element ``base`` (whole pages) on, cast to its dtype."""
     for start, stop in tiles(0, source.numel() * plane.block, mover.tile):
-        items = source[start // plane.block : plane.items(stop)]
-        store_tile(mover, [(plane, items)], base + start, base + stop)
+        store_tile(mover, [(plane, source[start // plane.block : plane.items(stop)])], base + start, base + stop)
 
 
 def copy_plane(mover: Mover, source: Plane, target: Plane) -> None:

@@ -317,12 +317,11 @@ class ReadLater(torch.Tensor):
         kwargs = kwargs or {}
         if func in _DETACHES:
             return args[0]
-        if func in OF_MEMORY and (handle := args[0]._gemini):
-            if func in _ADDRESSES or not args[0]._shown.view:
-                # The param gives the place in the chunk, which is the same whether it is gathered or not.
-                first = func(handle.param, *args[1:], **kwargs)
-                is_address = func is torch.Tensor.data_ptr
-                return first + args[0].storage_offset() * args[0].itemsize if is_address else first
+        if func in OF_MEMORY and (handle := args[0]._gemini) and (func in _ADDRESSES or not args[0]._shown.view):
+            # The param gives the place in the chunk, which is the same whether it is gathered or not.
+            first = func(handle.param, *args[1:], **kwargs)
+            is_address = func is torch.Tensor.data_ptr
+            return first + args[0].storage_offset() * args[0].itemsize if is_address else first
         if func in METADATA and func not in _FLIPS and func not in _ADDRESSES:
             return _answer(func, args, kwargs)
         shown = _shown_in((args, kwargs))

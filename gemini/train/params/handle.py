@@ -70,8 +70,7 @@ class TensorSlice(NamedTuple):
     def of_whole(self, elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Say which slices have these elements of the whole param, and which elements of the slices they are."""
         runs = elements.div(self.run, rounding_mode="floor")
-        own = runs.div(self.size, rounding_mode="floor").mul_(self.run) + elements % self.run
-        return runs % self.size, own
+        return runs % self.size, runs.div(self.size, rounding_mode="floor").mul_(self.run) + elements % self.run
 
 
 def _nobody() -> None:

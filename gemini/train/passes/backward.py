@@ -76,8 +76,7 @@ class BackwardPass:
         # off never calls it, and Recovery ends the phase.
         running = at_end_of_backward(self._is_over)
         if not occupancy.is_own:
-            around = self._calls.thread_of(record) if record else None
-            occupancy.begin_alone(running, around)
+            occupancy.begin_alone(running, self._calls.thread_of(record) if record else None)
             self._works = running
         self._task = _graph_task()
 
@@ -408,5 +407,4 @@ class Recovery:
 
 
 def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
-    owner = handle.owner()
-    (owner or owner_of(handle)).backward.take_grad(handle)
+    (handle.owner() or owner_of(handle)).backward.take_grad(handle)

@@ -145,8 +145,7 @@ class Parking:
         for tier in (Tier.CPU, *(filed for filed in FILED if filed in store.files and plane.block == 1)):
             with WHOLE, torch.inference_mode(False):
                 if store.ledger.reserve_if_room(tier, num_bytes, kind, WELCOME):
-                    below = store.make_plane(spec, plane.numel, tier, crosses=False)
-                    away.append(_Away(chunk, kind, plane, below))
+                    away.append(_Away(chunk, kind, plane, store.make_plane(spec, plane.numel, tier, crosses=False)))
                     return
         below_gpu = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
         free = ", ".join(f"{tier.value} {human_bytes(store.ledger.free(tier))}" for tier in below_gpu)

@@ -118,9 +118,8 @@ class Adoption:
             handle.hook = param.register_post_accumulate_grad_hook(owner_of(handle).backward.hook_of(handle))
         # A trained param has an fp32 master, which has all bits of its original up to fp32.
         narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
-        is_kept = narrowed or original.dtype.itemsize > 4
         # Param by param: what is given back is what was taken, wherever that breaks off.
-        self._taken[handle] = original.dtype, original if is_kept else None
+        self._taken[handle] = original.dtype, original if narrowed or original.dtype.itemsize > 4 else None
 
 
 def _make_ordinary(handle: ParamHandle, value: torch.Tensor) -> None:

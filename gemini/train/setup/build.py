@@ -171,9 +171,8 @@ class PlannedForesight(Foresight):
         # First with room for activations on their way, then without; a dict keeps the order, and says 0 once.
         for room in {0 if model is None else model.activations.flights.headroom_bytes(): None, 0: None}:
             budgets = {**left, problem.compute: left[problem.compute] - room}
-            smaller = replace(problem, budgets=budgets)
             with contextlib.suppress(BudgetExceeded):
-                return moves_for(steps, smaller, self._placement, policy=self._policy)[0]
+                return moves_for(steps, replace(problem, budgets=budgets), self._placement, policy=self._policy)[0]
         # It went well because something else took less than it may: nothing can be promised.
         return super().plan(steps)
 

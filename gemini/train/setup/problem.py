@@ -331,8 +331,7 @@ class _Chooser:
         self._schedule = "overlapped" if config.overlap else "serial"
         self._beyond = sys.maxsize  # bytes of host memory that no budget has, for activations if it computes
         if device.tier is Tier.CPU and config.kept_blocks == "auto":
-            free = available_bytes() // ranks.local_size - self._budgets[Tier.CPU]
-            self._beyond = ranks.smallest([free])[0]
+            self._beyond = ranks.smallest([available_bytes() // ranks.local_size - self._budgets[Tier.CPU]])[0]
         self._others: Others | None = None
         if pool is not None:
             self._others = Others(-ranks.smallest([-pool.needed_by_others(None, device.tier)])[0], 0, pool.at_once)
@@ -406,10 +405,8 @@ class _Chooser:
         config, hardware = self._config, self._config.hardware
         if trace.kept_blocks and trace.peak_bytes > self._beyond:
             raise BudgetExceeded("host memory beside the budget has no room for what so many kept blocks save")
-        if hardware is None:
-            speeds = Speeds.typical()
-        else:
-            speeds = Speeds.of(hardware, self._budgets, sharing=self._ranks.local_size)
+        local = self._ranks.local_size
+        speeds = Speeds.of(hardware, self._budgets, sharing=local) if hardware is not None else Speeds.typical()
         planner = Planner(trace, speeds, schedule=self._schedule, hardware=hardware, policy=config.eviction_policy)
         offload = config.offload_activations
         if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when

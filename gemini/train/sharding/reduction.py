@@ -227,8 +227,7 @@ class Reduction(GradientSink):
             whole.is_reduced = True
 
         # What computes the gradient is on the device still: the collective comes behind it.
-        ready = self._device.mark()
-        launch = partial(self._channel.launch_reduce, chunk, whole.flat, ready)
+        launch = partial(self._channel.launch_reduce, chunk, whole.flat, self._device.mark())
         self._behind[index] = step.reduce(1 + _DTYPES.index(dtype), add_up, launch)
 
     def _wait_for_first(self) -> None:
@@ -236,8 +235,7 @@ class Reduction(GradientSink):
         index, job = next(iter(self._behind.items()))
         if self._shards.step is not None:
             self._shards.step.before_waiting_for(job)
-        what = Track.REDUCE.value
-        with self._mover.about(what, f"wait for chunk {index}", index):
+        with self._mover.about(Track.REDUCE.value, f"wait for chunk {index}", index):
             job.wait_until_over()
         self.leave_script()
 

@@ -336,9 +336,8 @@ class ScriptedStep:
             own = self._says[place : place + _AT_ONCE]
             said = torch.tensor(own + [_PARTS] * (_AT_ONCE - len(own)), dtype=torch.int64, device="cpu")
             try:
-                heard = self._channel.wire.swap(Tag.HEADER, said, what)
                 # Of the same rows on every rank, so all stop at the same place.
-                alike = (heard == said).all(0) & (said != _PARTS)
+                alike = (self._channel.wire.swap(Tag.HEADER, said, what) == said).all(0) & (said != _PARTS)
                 self._heard = place + int(alike.long().cumprod(0).sum())
             finally:  # nor does anything come of what stands behind a rank that is lost
                 self.is_parted = self._heard <= place

@@ -349,7 +349,6 @@ class Shards(Company):
     def _serve_read(self, handle: ParamHandle, kind: PlaneKind, receivers: list[int]) -> None:
         handle.chunk.settle()
         wire, plane, what = self.ranks.wire, handle.chunk.planes[kind], f"reading {kind} of {handle.name}"
-        taking = wire.rank in receivers
         for owner in range(wire.size):
             part = part_of(handle.slot, handle.chunk.spec.numel, wire.size, owner)
             for start, stop in tiles(0, part.numel, self._mover.tile):
@@ -357,7 +356,7 @@ class Shards(Company):
                 if owner == wire.rank:
                     own = host_part(self._mover, plane, part.start + start, part.start + stop)
                     wire.start(Tag.BY_NAME, {t: own for t in receivers if t != owner}, {}, what).wait()
-                if taking:
+                if wire.rank in receivers:
                     assert self._read is not None
                     into = self._read[(part.offset + start) // plane.block : plane.items(part.offset + stop)]
                     if own is not None:

@@ -155,5 +155,4 @@ def compare_batches(
         of_all = {name: list(map(said, iter_tensors(value))) for name, value in named.items()}
         return Facts({name: tensors for name, tensors in of_all.items() if tensors})
 
-    doing = "the first batch" if values else "the batch"
-    agree(wire, doing, facts, refusal, words="batch")
+    agree(wire, "the first batch" if values else "the batch", facts, refusal, words="batch")

@@ -127,8 +127,7 @@ def dispatched_forward(
     exchange.meet(COMBINE, layer)
     (back,) = _SwapRows.apply(_Way(exchange, received, sent, (COMBINE_BACKWARD, layer)), made[:num_rows])
     # Back in the order of tokens and of their k experts, in which the sum is made.
-    by_token = back[order.argsort()].view(num_tokens, top_k, -1)
-    return by_token.sum(1).to(hidden_states.dtype)
+    return back[order.argsort()].view(num_tokens, top_k, -1).sum(1).to(hidden_states.dtype)
 
 
 _MODULES, _PARAMS = "ep_dispatch_experts", "grouped_gemm"
@@ -173,8 +172,7 @@ def experts_of(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool) ->
         )
     cuts: dict[str, TensorSlice] = {}
     for name in found:
-        module = model.get_submodule(name)
-        for own, param in own_params(module).items():
+        for own, param in own_params(model.get_submodule(name)).items():
             if style_of(plan, f"{name}.{own}") != _PARAMS:
                 continue
             if param.shape[0] % size:

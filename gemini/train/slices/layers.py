@@ -180,8 +180,7 @@ def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: tor
     here = ids - slices.rank * rows
     # Other slices have the other rows: here they count as zeros, and the sum brings them.
     is_here = (here >= 0) & (here < rows)
-    found = own(here.clamp(0, rows - 1))
-    return slices.sum(found * is_here.unsqueeze(-1))
+    return slices.sum(own(here.clamp(0, rows - 1)) * is_here.unsqueeze(-1))
 
 
 def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:

@@ -172,8 +172,7 @@ class Tile:
         for kind, plane in self.chunk.updated:
             view = None
             if plane.in_memory:
-                reach = plane.device_view if on_device else plane.host_view
-                view = reach(self._first, self._last)
+                view = (plane.device_view if on_device else plane.host_view)(self._first, self._last)
             if view is None:
                 elsewhere[kind] = plane
                 continue
@@ -183,8 +182,7 @@ class Tile:
         if elsewhere:
             self._bring(elsewhere)
         if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
-            dtype = self._grad_of(self._spans[0]).dtype
-            inbound = self._set().staged(GRAD, dtype, self._last - self._first)
+            inbound = self._set().staged(GRAD, self._grad_of(self._spans[0]).dtype, self._last - self._first)
             self._views[GRAD] = inbound
             for span in self._spans:
                 into = inbound[span.start - self._first : span.stop - self._first]
@@ -196,10 +194,8 @@ class Tile:
         if WEIGHTS in planes and self._window is not None:
             # A copy, though the window is in host memory: a call that computes still may read the old weights there.
             del planes[WEIGHTS]
-            window = self._window[self._first : self._last]
-            self._events.append(self._begin_copy(self._views[WEIGHTS], window))
-        parts = [(plane, self._views[kind]) for kind, plane in planes.items()]
-        self._move(parts, write=False)
+            self._events.append(self._begin_copy(self._views[WEIGHTS], self._window[self._first : self._last]))
+        self._move([(plane, self._views[kind]) for kind, plane in planes.items()], write=False)
 
     def _move(self, parts: Parts, *, write: bool) -> None:
         """Start to read the range of these planes into host tensors, or to overwrite it."""
