@@ -283,10 +283,7 @@ class Reduction(GradientSink):
         self.undo()  # norms that all ranks knew are those of other gradients now
         handles, whole = self.params.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, requests, whole, handles)
-        if arrived.all():
-            self._partial.discard(index)
-        else:
-            self._partial.add(index)
+        (self._partial.discard if arrived.all() else self._partial.add)(index)
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.wire.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
