@@ -434,9 +434,8 @@ class Watch:
         waiting = self._known.get(cause)
         if waiting is None:
             waiting = self._known[cause] = _Waiting(self, cause)
-        if self.recorder is None:
-            return waiting
-        return Activity(self.recorder, track, name, cause, chunk, around=waiting)
+        recorder = self.recorder
+        return waiting if recorder is None else Activity(recorder, track, name, cause, chunk, around=waiting)
 
     def end_step(self) -> None:
         """A step is over, called by the thread that trains: what is told from now on belongs to the next one."""

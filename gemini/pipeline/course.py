@@ -27,7 +27,7 @@ from gemini.errors import GeminiError
 from gemini.tracing.ahead import FakeRunner, fake_copy, fake_input, loss_of, nothing_collected
 from gemini.tracing.fused import with_kernels
 from gemini.tracing.meter import flops_of
-from gemini.train.loading.skeleton import generators_kept
+from gemini.train.checkpoint.states import generators_kept
 from gemini.train.passes.again import marks_of
 from gemini.train.setup.problem import computes_with_liger
 

@@ -42,8 +42,9 @@ from gemini.tracing.fused import with_kernels
 from gemini.tracing.meter import Target, make_target, tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
 from gemini.train.activations.kept import KeptBlocks
+from gemini.train.checkpoint.states import generators_kept
 from gemini.train.context import ContextParallel, ImaginedExchange, part_of
-from gemini.train.loading.skeleton import check_class, generators_kept, without_drawing
+from gemini.train.loading.skeleton import check_class, without_drawing
 from gemini.train.modules import token_tiles
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
 from gemini.train.modules.reading import COPY_OF_COMPILED, compiled_part, is_compiled, structure_of

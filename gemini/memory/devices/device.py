@@ -281,9 +281,8 @@ class CpuDevice(Device):
         self.frames = FramePool() if can_move_pages() else None
 
     def make_window(self, num_bytes: int) -> Window:
-        if self.frames is not None:
-            return PageWindow(num_bytes, self.frames)
-        return StorageWindow(num_bytes, self.torch_device)
+        frames = self.frames
+        return StorageWindow(num_bytes, self.torch_device) if frames is None else PageWindow(num_bytes, frames)
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         return host_bytes(num_bytes)

@@ -147,10 +147,9 @@ class Staging:
         self._own = StagingSet(_Memory(device, self.num_bytes, is_reserved=self.is_reserved), tile, rule=rule)
         # Whole sets beyond the first one, as they were planned.
         self._num_left = max(reserved // self.num_bytes - 1, 0)
-        memory, slot = _Memory(device, on_device, on_device=True), staging_bytes(device_tile, rule)
-        self._there = memory
+        self._there, slot = _Memory(device, on_device, on_device=True), staging_bytes(device_tile, rule)
         count = on_device // slot if slot else 0
-        self.on_device = [StagingSet(memory, device_tile, number * slot, rule=rule) for number in range(count)]
+        self.on_device = [StagingSet(self._there, device_tile, number * slot, rule=rule) for number in range(count)]
         """Slots in the device's memory: the update worker's, or the training thread's where there is no such worker."""
 
     @property

@@ -271,9 +271,7 @@ class Room:
 
     def _missing(self, want: Want) -> int:
         """Bytes of windows that have to go for it."""
-        if self.is_apart:
-            return self.missing_place(want.num_bytes, want.leave)
-        return max(0, want.missing() - self.pool)
+        return self.missing_place(want.num_bytes, want.leave) if self.is_apart else max(0, want.missing() - self.pool)
 
     def missing_place(self, num_bytes: int, leave: int = 0) -> int:
         """Bytes that have to go of the windows' own memory; 1 if there are enough, and not in one piece."""

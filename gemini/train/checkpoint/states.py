@@ -83,18 +83,26 @@ def set_rng_states(states: dict[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
-def _try_rng_states(path: Path, states: dict[str, Any]) -> None:
-    """Set random states for a moment: generators of other versions may not take them."""
-    before = rng_states(of_gpus="cuda" in states)
+@contextlib.contextmanager
+def generators_kept(*, of_gpus: bool = False) -> Iterator[None]:
+    """Put the random generators back afterwards: what is drawn inside is drawn again."""
+    before = rng_states(of_gpus=of_gpus)
     try:
-        set_rng_states(states)
-    except Exception as e:
-        raise PlanMismatch(
-            f"{path} has states of random generators that do not fit those of here ({e}): load it with the versions of "
-            "torch and numpy that wrote it"
-        ) from e
+        yield
     finally:
         set_rng_states(before)
+
+
+def _try_rng_states(path: Path, states: dict[str, Any]) -> None:
+    """Set random states for a moment: generators of other versions may not take them."""
+    with generators_kept(of_gpus="cuda" in states):
+        try:
+            set_rng_states(states)
+        except Exception as e:
+            raise PlanMismatch(
+                f"{path} has states of random generators that do not fit those of here ({e}): load it with the "
+                "versions of torch and numpy that wrote it"
+            ) from e
 
 
 class NoScheduler:
@@ -143,14 +151,13 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
 
 def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> ModelPart:
     """Put all stages together, in the whole model's order. RankMismatch if their numbers of param groups differ."""
-    first = parts[0]
     if len({len(part.groups) for part in parts}) > 1:
         raise RankMismatch(
             f"the stages of a pipeline have {sorted({len(part.groups) for part in parts})} param groups: make the same "
             "number on each of them (groups may be empty), so that one checkpoint can hold them"
         )
     groups = []
-    for index, group in enumerate(first.groups):
+    for index, group in enumerate(parts[0].groups):
         names = {name for part in parts for name in part.groups[index]["params"]}
         groups.append({**group, "params": [name for name in order if name in names]})
     params = {name: value for part in parts for name, value in part.params.items()}

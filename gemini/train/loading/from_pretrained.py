@@ -33,6 +33,7 @@ from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError, StorageError
 from gemini.patches import original, replaced, replaced_for_thread
 from gemini.ranks.group import Ranks
+from gemini.train.checkpoint.states import generators_kept
 from gemini.train.ddp import managed_class
 from gemini.train.loading.skeleton import (
     Away,
@@ -43,7 +44,6 @@ from gemini.train.loading.skeleton import (
     check_class,
     class_of,
     generator_of_first,
-    generators_kept,
     need_transformers,
     replace_by_stand_ins,
 )

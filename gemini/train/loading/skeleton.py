@@ -27,7 +27,7 @@ from gemini.config import GeminiConfig, config_of
 from gemini.errors import GeminiError
 from gemini.patches import original, replaced_for_thread
 from gemini.ranks.group import Ranks
-from gemini.train.checkpoint.states import rng_states, set_rng_states
+from gemini.train.checkpoint.states import generators_kept
 from gemini.train.ddp import manage
 from gemini.train.modules.reading import own_params
 from gemini.train.observers import iter_tensors
@@ -82,16 +82,6 @@ def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
                 new[id(param)].__dict__.update(param.__dict__)
             module._parameters[name] = new[id(param)]
     return new
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the random generators back afterwards: what is drawn inside is drawn again."""
-    states = rng_states(of_gpus=False)
-    try:
-        yield
-    finally:
-        set_rng_states(states)
 
 
 @contextlib.contextmanager

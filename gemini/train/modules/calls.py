@@ -115,10 +115,7 @@ class Calls:
         """Return the thread whose running forward a call is part of, if it is part of one."""
         around = set(record.around())
         # Copies: other threads end their calls meanwhile.
-        for thread, stack in list(self.running.items()):
-            if not around.isdisjoint(stack.copy()):
-                return thread
-        return None
+        return next((ident for ident, stack in list(self.running.items()) if not around.isdisjoint(stack.copy())), None)
 
     def begin(self, module: nn.Module, chunks: tuple[Chunk, ...], keep: tuple[Chunk, ...] = ()) -> CallRecord:
         """Begin the call of a hooked module: gather what it reads. On an error nothing has begun. ``keep``: what

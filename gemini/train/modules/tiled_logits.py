@@ -369,9 +369,7 @@ class Head:
         asked, self._asked = self._asked, None
         if asked:
             return asked.at_once(hidden, self.layer, functools.partial(asked.whole, head=self.whole))
-        if not self._promises:
-            return type(self.layer).forward(self.layer, hidden)
-        return Logits.of(self, hidden, hidden.dtype)
+        return Logits.of(self, hidden, hidden.dtype) if self._promises else type(self.layer).forward(self.layer, hidden)
 
     def model_forward(self) -> Callable[..., Any]:
         whole = type(self.model).forward.__get__(self.model)

@@ -142,9 +142,8 @@ class _Held(NamedTuple):
 def _check_memory(structure: Structure) -> None:
     """Refuse params whose memory somebody else has too: managed, each has memory of its own, and they would part."""
     # In the order of addresses: only those that are still open can overlap the next one.
-    held = sorted((found for found in _tensors_of(structure)), key=lambda found: found[:2])
     open_ones: list[_Held] = []
-    for now in held:
+    for now in sorted(_tensors_of(structure), key=lambda found: found[:2]):
         open_ones = [before for before in open_ones if before.stop > now.start]
         for before in open_ones:
             if (now.is_param or before.is_param) and _share(before.tensor, now.tensor):

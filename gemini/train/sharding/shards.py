@@ -126,11 +126,10 @@ class Shards(Company):
         self.params = params
         across = 0 if ranks.replicas.size == 1 else replica_scratch_bytes(ranks.wire.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
-        kind = Channel if ranks.wire.library is None else LibraryChannel
         self.num_exchanges = 0
         """How often the ranks have told each other what they want."""
         self._num_steps = 0
-        self.channel = kind(ranks.wire, store, self.scratch)
+        self.channel = (Channel if ranks.wire.library is None else LibraryChannel)(ranks.wire, store, self.scratch)
         self._chunks, self._device = store.chunks, store.device
         self._kinds = kinds
         self._manager = store.manager

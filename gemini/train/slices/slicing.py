@@ -107,11 +107,10 @@ class WholeParams(Overrides):
         """Leave the slices of the params of ``model``, in place; what breaks off is undone by :meth:`give_back`."""
         by_id = self.by_param(model)
         for param in [param for param in model.parameters() if id(param) in by_id]:
-            cut = by_id[id(param)]
             # Kept until the model is managed: what is refused later gives the whole model back.
             self._whole.append((param, param.data))
             # In place: optimizers and ties hold this very object.
-            SET_DATA(param, cut.of(param.data))
+            SET_DATA(param, by_id[id(param)].of(param.data))
 
     def by_param(self, model: nn.Module) -> dict[int, TensorSlice]:
         """The slices by the ids of the params of ``model``, which may have let go of some."""
