@@ -59,9 +59,8 @@ class MemoryReport(dict[str, Any]):
     """
 
     def __str__(self) -> str:
-        tiers = [tier.value for tier in Tier if tier.value in self]
         lines = [f"{'tier':<6}{'used':>12}{'peak':>12}{'budget':>12}  held by"]
-        for name in tiers:
+        for name in [tier.value for tier in Tier if tier.value in self]:
             tier = self[name]
             held = listed(dict(sorted(tier["holders"].items(), key=lambda item: -item[1])))
             sizes = "".join(f"{human_bytes(tier[key]):>12}" for key in ("used", "peak", "budget"))

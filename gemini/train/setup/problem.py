@@ -230,8 +230,7 @@ def decide(
     kept = kept_in_fp32(structure, config.precision, config.keep_fp32)
     own = trace_of(structure, config.precision, kept)
     # Experts that are spread have chunks of their own, whose gradients other ranks add up.
-    params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in own.params)
-    own = replace(own, params=params)
+    own = replace(own, params=tuple(replace(p, apart=p.apart or p.names[0] in apart) for p in own.params))
     if isinstance(config.placement, Plan):
         _check_plan(config.placement, own, config, device, ranks)
     trace = _trace_to_place(structure, own, config, ranks)

@@ -468,8 +468,7 @@ class Reduction(GradientSink):
         """End a backward that followed its script: ranks tell each other whether it is over, what they have, and its
         norms. ``has_all``: this one has nothing else of this backward to reduce. True if that holds for all of them.
         """
-        handles = self.params.handles
-        checksum = facts_of_gradients(handles).checksum
+        checksum = facts_of_gradients(self.params.handles).checksum
         # In the message that ends the script, so that the norm costs no wait of its own. With replicas it comes once
         # these have been added up.
         norms = [] if self.has_replicas else self._own_norms()
