@@ -168,9 +168,8 @@ class Recorder:
     ) -> AbstractContextManager[None]:
         """``track`` is at work; name and chunk are by default those of what is under way on this thread."""
         thread = self._training if trains_here(self._trainer) else self._workers.get(threading.get_ident())
-        around = thread.stack[-1] if thread is not None and thread.stack else None
-        if around is None:
-            around = Activity(self, None, track.value, "other", -1)
+        stack = thread.stack if thread is not None else []
+        around = stack[-1] if stack else Activity(self, None, track.value, "other", -1)
         chunk = around.chunk if chunk is None else chunk
         return Activity(self, track, name or around.name, around.cause, chunk, num_bytes)
 

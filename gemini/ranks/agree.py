@@ -335,9 +335,7 @@ def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
         # Backward goes through the layout from its end: what comes first there is complete first.
         return Point.REDUCE, max(reduced)
     # Everything else is for all ranks at once.
-    if all(request.subject == requests[0].subject for request in requests):
-        return requests[0].subject
-    return None
+    return requests[0].subject if all(request.subject == requests[0].subject for request in requests) else None
 
 
 def mismatch(requests: Sequence[Request], ranks: Sequence[int]) -> RankMismatch:

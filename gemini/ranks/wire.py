@@ -195,10 +195,8 @@ class Wire:
 
     def broadcast(self, tag: Tag, value: torch.Tensor, source: int, what: str) -> None:
         """Overwrite ``value`` with that of rank ``source``."""
-        if self.rank == source:
-            self.start(tag, dict.fromkeys(self.peers, value), {}, what).wait()
-        else:
-            self.start(tag, {}, {source: value}, what).wait()
+        outgoing = dict.fromkeys(self.peers, value) if self.rank == source else {}
+        self.start(tag, outgoing, {} if self.rank == source else {source: value}, what).wait()
 
     def exchange_texts(self, text: str, what: str) -> list[str]:
         """Hear every rank's ``text``, in the order of ranks."""

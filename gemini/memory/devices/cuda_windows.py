@@ -35,7 +35,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -190,9 +190,8 @@ class WindowMemory:
                 self._stream = self._new_stream()
             if self._pool is None and self.is_private:
                 self._pool = torch.cuda.MemPool()
-            pool: AbstractContextManager[None] = contextlib.nullcontext()
-            if self._pool is not None:
-                pool = torch.cuda.use_mem_pool(self._pool, self._device)
+            own = self._pool
+            pool = contextlib.nullcontext() if own is None else torch.cuda.use_mem_pool(own, self._device)
             with torch.cuda.stream(self._stream), pool:
                 yield
 

@@ -332,9 +332,8 @@ class Room:
         missing = want.num_bytes - self.ledger.free(tier) if self.is_apart else want.missing()
         pinned = [c.window.num_bytes for c in self.chunks if c.window is not None and c.pins]
         lent = [c for c in self.chunks if c.window is not None and c.gathered and c.is_lent]
-        by_others = ""
-        if self.is_apart:
-            by_others = f"; {human_bytes(self.ledger.of_windows(tier))} are for gathered weights only"
+        of_windows = human_bytes(self.ledger.of_windows(tier))
+        by_others = f"; {of_windows} are for gathered weights only" if self.is_apart else ""
         if lent:
             names = " or ".join(repr(slot.name) for slot in lent[0].spec.slots[:3])
             by_others += (

@@ -88,9 +88,8 @@ def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]
         kernels.split_master(master, made[WEIGHTS], made[RESIDUAL])
     # The states have the same names in both rules; compact ones come with scales.
     for kind in (spec.kind for spec in face_of(saved.rule).planes):
-        values = there[kind]
-        if saved.rule.exact is not None:
-            values = reference.decode(values, there[scale_of(kind)])
+        is_exact = saved.rule.exact is None
+        values = there[kind] if is_exact else reference.decode(there[kind], there[scale_of(kind)])
         if here.rule.exact is None:
             made[kind] = values
         else:

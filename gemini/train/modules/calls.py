@@ -124,25 +124,23 @@ class Calls:
         # A recomputation: released before it acquires, or it would need room for both at once.
         if not self.running and self._reading:
             self._waiting, self._reading = self._reading, []
-            for record in self._waiting:
-                self._release_all(record.chunks)
+            self._release_all(chunk for record in self._waiting for chunk in record.chunks)
         # Noted only when all is there, so that an error leaves no call that would have to be ended.
         if chunks:
             self._acquire_all(chunks)
-        kept = keep
         if keep:
             try:
                 self._acquire_all(keep)
             except BudgetExceeded:
-                kept = ()  # each module inside gathers what it reads
+                keep = ()  # each module inside gathers what it reads
             except BaseException:
                 self._release_all(chunks)
                 raise
-        for chunk in chunks + kept:
+        for chunk in chunks + keep:
             self._expose(chunk)
         stack = self.running.setdefault(threading.get_ident(), [])
-        record = CallRecord(module, chunks + kept, stack[-1] if stack else None, self.num_exchanges)
-        record.kept = kept
+        record = CallRecord(module, chunks + keep, stack[-1] if stack else None, self.num_exchanges)
+        record.kept = keep
         stack.append(record)
         return record
 
@@ -226,8 +224,7 @@ class Calls:
         forward; False if there is nothing. Asked by the ledger.
         """
         reading, self._reading = self._reading, []
-        for record in reading:
-            self._release_all(record.chunks)
+        self._release_all(chunk for record in reading for chunk in record.chunks)
         has_given = any(record.chunks for record in reading)
         # This thread's own alone: a module of another one may begin to read them now.
         for record in self.running.get(threading.get_ident(), ()):
@@ -244,8 +241,7 @@ class Calls:
     def end_backward(self) -> None:
         """Release what backward keeps, or would have gathered again. Nothing if it is called twice."""
         reading, self._reading, self._waiting = self._reading, [], []
-        for record in reading:
-            self._release_all(record.chunks)
+        self._release_all(chunk for record in reading for chunk in record.chunks)
 
     def abandon(self, *, backward: bool = False) -> None:
         """Forget the forward of this thread, or a backward, that an exception ended without its hooks, and those of

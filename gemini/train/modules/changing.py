@@ -230,12 +230,10 @@ _COMPUTES_WEIGHTS = {
 
 def _caller_among(codes: Collection[CodeType], most: int) -> FrameType | None:
     """Find the innermost of so many frames around a hook of torch that runs one of these functions."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(most):
-        if frame.f_code in codes:
+        if frame is None or frame.f_code in codes:
             return frame
-        if not frame.f_back:
-            break
         frame = frame.f_back
     return None
 

@@ -102,8 +102,7 @@ class Exposure:
         if not self._num_readers[index]:
             del self._num_readers[index]
             self._covered.add(index)
-            self._exposed.discard(index)
-            if self._hide(self._by_chunk[index]):  # a write, refused when everything has been let go: the copy may go
+            if self.hide(chunk):  # a write, refused when everything has been let go: the copy may go
                 self._manager.drop([chunk])
 
     def withdraw(self, chunk: Chunk) -> None:

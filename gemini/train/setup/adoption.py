@@ -210,10 +210,8 @@ class TrainedParams:
     def _tier_for(self, chunk: Chunk, num_bytes: int, rule: RuleSpec) -> Tier:
         """The fastest tier below the GPU that has room, or makes it, for what a chunk lacks."""
         store = self._store
-        below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
-        if rule.in_memory:
-            # This rule updates whole planes in memory, and stages nothing from a drive.
-            below = [tier for tier in below if not tier.in_files]
+        # A rule that is `in_memory` updates whole planes there, and stages nothing from a drive.
+        below = [t for t in store.ledger.tiers if t is not Tier.GPU and not (rule.in_memory and t.in_files)]
         # What goes to a drive is staged. As long as nothing is, what stays leaves room for that, if it can.
         staging, make_room = store.mover.staging, store.ledger.make_room
         aside = staging.num_bytes if not staging.is_reserved and any(tier.in_files for tier in below) else 0

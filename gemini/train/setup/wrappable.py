@@ -165,11 +165,10 @@ def _tensors_of(structure: Structure) -> Iterator[_Held]:
     params = {id(param) for param, _ in structure.params}
     seen: set[int] = set()
     for path, module in structure.modules:
-        own: dict[str, Any] = {**module._parameters, **module._buffers}
-        if not module._forward_pre_hooks:  # what is kept there is not made anew for each forward, as spectral_norm does
-            # Tensors in plain attributes, which may be views of a param as well.
-            own = {**vars(module), **own}
-        for name, tensor in own.items():
+        # Tensors in plain attributes, which may be views of a param as well, where what is kept there is not made anew
+        # for each forward, as spectral_norm does.
+        plain: dict[str, Any] = {} if module._forward_pre_hooks else vars(module)
+        for name, tensor in {**plain, **module._parameters, **module._buffers}.items():
             if not isinstance(tensor, torch.Tensor) or id(tensor) in seen or tensor.layout is not torch.strided:
                 continue
             seen.add(id(tensor))

@@ -7,6 +7,7 @@ the training thread or on the update worker. Where nothing is brought, tiles are
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -292,10 +293,8 @@ class Tile:
         """After a failure: nothing of this tile is under way any more, whatever became of it."""
         # All of them, whatever they raise: staging and planes are given to others next.
         for event in self._events:
-            try:
+            with contextlib.suppress(Exception):  # the first failure is what is told
                 event.wait()
-            except Exception:
-                continue  # the first failure is what is told
         self._events.clear()
 
     def _wait(self) -> None:
