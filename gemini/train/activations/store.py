@@ -201,8 +201,9 @@ class ActivationStore:
         """Whether a compiled block of transformers that checkpoints computes now: compiled code saves its inputs."""
         call = self._calls.innermost
         block = None if call is None else call.module
-        checkpoints = block is not None and block.training and getattr(block, "gradient_checkpointing", False)
-        return bool(checkpoints) and is_compiled(block)
+        if block is None or not (block.training and getattr(block, "gradient_checkpointing", False)):
+            return False
+        return is_compiled(block)
 
     def _store(self, tensor: torch.Tensor) -> Offloaded | None:
         """Store a tensor at a new place; None where there is no room."""

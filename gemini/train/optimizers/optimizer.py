@@ -35,7 +35,6 @@ from gemini.train.params.handle import (
     handles_of,
     optimizer_of,
     params_of,
-    plain_params_of,
     stepping_in_backward,
 )
 from gemini.train.passes.stepping import Stepping
@@ -234,12 +233,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         Raises:
             GeminiError: for ``set_to_none=False`` with ``GeminiConfig(gradients="transient")``.
         """
-        for _, param in plain_params_of(self):
-            if set_to_none:
+        handles = []
+        for param in params_of(self):
+            if (handle := handle_of(param)) is not None:
+                handles.append(handle)
+            elif set_to_none:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach_().zero_()
-        if handles := self._handles():
+        if handles:
             owner_of(handles[0]).stepping.discard(handles, to_zero=not set_to_none)
 
     def full_state(self, name: str) -> dict[str, torch.Tensor]:
