@@ -34,6 +34,8 @@ class GeminiConfig:
         fp16_accumulation: sum matrix products in fp16 as well, with ``precision="fp16"``: twice as quick on GeForce
             cards, no quicker on others. Results have other bits. torch's switch for it is one for the whole process: it
             is on as long as the model is managed, and fp16 models that are managed beside it must say the same.
+        float8: let the linear layers of the repeated blocks multiply in float8, with ``precision="bf16"`` and torchao
+            (the extra "float8"); weights stay as they are to chunks, updates and checkpoints. Results have other bits.
         keep_fp32: which params stay in fp32 where ``precision`` is "bf16" or "fp16". "auto": those that are already so
             in a model of bf16 or fp16, those that the class of the model declares (``_keep_in_fp32_modules`` of
             transformers, with the meaning it has there), and those that torch computes with fp32 buffers (norms with
@@ -114,6 +116,7 @@ class GeminiConfig:
     step: str = "given"
     keep_fp32: Any = "auto"
     fp16_accumulation: bool = False
+    float8: bool = False
     eviction: str | EvictionPolicy = "auto"
 
     def __post_init__(self) -> None:
@@ -142,7 +145,7 @@ class GeminiConfig:
                 raise TypeError(f"{name}= is a gemini.{kind.__name__}, got {type(value).__name__}")
         if self.placement != "auto" and not isinstance(self.placement, (StaticPlacement, Placement, Plan)):
             raise TypeError(f'placement= is "auto", a gemini.StaticPlacement or a gemini.Plan, got {self.placement!r}')
-        for name in ("overlap", "fp16_accumulation"):
+        for name in ("overlap", "fp16_accumulation", "float8"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name}= is True or False, got {getattr(self, name)!r}")
         if self.kept_blocks is not None:
@@ -160,10 +163,11 @@ class GeminiConfig:
 
     def _check_together(self) -> None:
         """Refuse values that do not go together."""
-        if self.fp16_accumulation and self.precision not in (None, "fp16"):
-            raise ValueError(
-                f'fp16_accumulation=True with precision="{self.precision}": use precision="fp16", or leave it out'
-            )
+        for name, needed in (("fp16_accumulation", "fp16"), ("float8", "bf16")):
+            if getattr(self, name) and self.precision not in (None, needed):
+                raise ValueError(
+                    f'{name}=True with precision="{self.precision}": use precision="{needed}", or leave it out'
+                )
         if self.kept_blocks == "auto" and (self.placement != "auto" or self.hardware is None):
             what = 'step="fastest"' if self.step == "fastest" else 'kept_blocks="auto"'
             raise ValueError(

@@ -83,10 +83,12 @@ def sums_in_fp16(on: bool = True) -> Iterator[None]:
             setattr(switches, name, True)
         yield
     finally:
-        # Whichever block ends first: it was on before all but the first one.
-        _, before = _sums.pop()
-        if on:
-            setattr(switches, name, before)
+        # Whichever block ends first: it was on before all but the first one. At the end of the interpreter this module
+        # may be gone, and nobody computes any more.
+        if _sums:
+            _, before = _sums.pop()
+            if on:
+                setattr(switches, name, before)
 
 
 _sums: list[tuple[bool, bool]] = []  # by block: what it needs, and how the switch was before

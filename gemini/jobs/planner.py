@@ -434,6 +434,7 @@ def _command(way: Way, plan: Plan, tiers: list[Tier]) -> str:
         "nvme_path": any(tier.in_files for tier in tiers) and "FOLDER",
         "attn_implementation": settings.attn_implementation,
         "use_liger_kernel": settings.kernels == "liger",
+        "torch_compile": plan.trace.float8,  # as it is traced
         "use_peft": settings.lora is not None,
         "lora_r": settings.lora,
         "lora_dropout": settings.lora and by_block and "0.0",  # what is dropped goes block by block in another order
@@ -453,7 +454,7 @@ def _program(way: Way, plan: Plan, tiers: list[Tier]) -> list[str]:
     memory: dict[str, Any] = {tier.value: getattr(settings, tier.value) or way.machine.budgets[tier] for tier in tiers}
     memory |= {f"{tier.value}_path": "FOLDER" for tier in tiers if tier.in_files}
     how: dict[str, Any] = {"precision": plan.problem.precision, "gradients": plan.problem.gradients}
-    how |= {"fp16_accumulation": True} if plan.trace.fp16_accumulation else {}
+    how |= {name: True for name in ("fp16_accumulation", "float8") if getattr(plan.trace, name)}
     how |= {"states": settings.states} | ({"device": "cpu"} if way.machine.compute is Tier.CPU else {})
     lines = ["import gemini"]
     if settings.attn_implementation not in (None, "auto"):
@@ -471,6 +472,8 @@ def _program(way: Way, plan: Plan, tiers: list[Tier]) -> list[str]:
         f"placement=gemini.Plan.from_json(open({path!r}).read()), {_arguments(how)}, "
         f"optimizer=gemini.optim.{RULES[settings.optimizer].rule}()))"
     )
+    if plan.trace.float8:
+        lines.append("model.compile()")  # as it is traced
     if plan.trace.micro_batches > 1:
         lines.append("losses = gemini.train_step(model, micro_batches)")
     return lines

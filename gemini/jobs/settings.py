@@ -247,6 +247,7 @@ class _Step(Record):
     fp16_accumulation: bool = opt(
         _STEP, "Sum products of --precision fp16 in fp16: twice as quick on GeForce cards, and other bits.", False
     )
+    float8: bool = opt(_STEP, "Multiply in float8 in the linear layers of blocks, by torchao: other bits.", False)
     lora: int | None = opt(_STEP, "Train a LoRA of this rank on all linear layers; all else is frozen.", least=1)
     load_in_4bit: bool = opt(_STEP, "Keep the layers under --lora in 4 bits, half a byte per weight (QLoRA).", False)
     attn_implementation: str | None = opt(_STEP, "How attention is computed. (Default: auto.)", choices=_ATTENTION)
@@ -271,6 +272,7 @@ class TraceSettings(_Step):
     needs = (
         ("fp16_accumulation", "precision=fp16", "it is of products in fp16"),
         ("fp16_accumulation", "target=cuda", "a CPU sums in fp32"),
+        ("float8", "precision=bf16", "its scales are for bf16"),
         ("kept_blocks", "gradient_checkpointing", "it is of the blocks that this computes again"),
         ("load_in_4bit", "lora", "weights in 4 bits are frozen, and adapters trained"),
     )

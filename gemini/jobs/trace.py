@@ -41,6 +41,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             kept_blocks=int(settings.kept_blocks or 0),
             kernels=settings.kernels,
             fp16_accumulation=settings.fp16_accumulation,
+            float8=settings.float8,
             tensor_parallel=settings.tp,
             context_parallel=settings.cp,
         )

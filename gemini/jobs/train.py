@@ -298,9 +298,10 @@ def outline_of(source: ModelSource, options: Options) -> tuple[Any, list[str]]:
 
 def _compile(model: nn.Module, options: Options) -> None:
     try:
-        if options.compiles:
-            compile_blocks(model)
-    except gemini.GeminiError as e:
+        if options.compiles is not None:
+            torch._dynamo.lookup_backend(options.compiles.get("backend", "inductor"))  # else the first step finds it
+            compile_blocks(model, **options.compiles)
+    except (gemini.GeminiError, torch._dynamo.exc.InvalidBackend) as e:
         raise JobError(f"--torch_compile: {e}") from e
 
 
@@ -347,6 +348,7 @@ def trace_of(options: Options, model: Any) -> gemini.MemoryTrace | None:
             tile_tokens=ours.tile_tokens,
             kept_blocks="auto" if ours.fastest else 0,
             fp16_accumulation=ours.fp16_accumulation,
+            float8=ours.float8,
             tensor_parallel=ours.tp,
             context_parallel=ours.cp,
         )

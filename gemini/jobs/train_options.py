@@ -71,6 +71,9 @@ class GeminiArguments:
     fp16_accumulation: bool = _opt(
         "Sum products of --fp16 in fp16: twice as quick on GeForce cards, and other bits. (Default: --plan's.)", False
     )
+    float8: bool = _opt(
+        "Multiply in float8 in the linear layers of blocks, by torchao: other bits. (Default: --plan's.)", False
+    )
     bytes: bool = _opt("Every byte of the text is a token, whatever tokenizer the model has.", False)
     durable_every: int = _opt("Steps between commits to a store in --nvme_path that outlives a kill; 0 for none.", 0)
     replicas: int = _opt("Groups of processes that keep a whole model each; a group shares its model.", 1)
@@ -120,7 +123,7 @@ class Options(NamedTuple):
     mixture: Any  # TRL's DatasetMixtureConfig
     ours: GeminiArguments
     said: dict[str, Any]  # what was given, by name; all else is a default
-    compiles: bool  # the blocks; to the Trainer torch_compile means the whole model
+    compiles: dict[str, Any] | None  # the blocks, with these words; to the Trainer they mean the whole model
     config: GeminiConfig  # how the model is managed
 
 
@@ -212,7 +215,11 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
                 "it out here, and it is as in the plan; or make a plan for this step."
             )
     _check(kind, values)
-    compiles, values.torch_compile = bool(values.torch_compile), False
+    words = {"backend": values.torch_compile_backend, "mode": values.torch_compile_mode}
+    compiles = (
+        {name: word for name, word in words.items() if word} if values.torch_compile or any(words.values()) else None
+    )
+    values.torch_compile, values.torch_compile_backend, values.torch_compile_mode = False, None, None
     with refusing(asked.prog):
         script, args, model, mixture, ours = asked.parse_dict(vars(values), allow_extra_keys=True)
         config = config_of(args, ours, plan, num_processes)
@@ -248,6 +255,7 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None, num_processes
         or ("cpu" if getattr(args, "activation_offloading", False) else None),
         tile_tokens=ours.tile_tokens,
         fp16_accumulation=ours.fp16_accumulation,
+        float8=ours.float8,
         step="fastest" if ours.fastest else "given",
         hardware=None if ours.machine is None else load_hardware(ours.machine),
         optimizer=rule_named(ours.optimizer) if ours.optimizer else None,
@@ -279,6 +287,7 @@ def step_of(plan: Plan, rows: int, path: str) -> dict[str, Any]:
         "bf16": plan.problem.precision == "bf16",
         "fp16": plan.problem.precision == "fp16",
         "fp16_accumulation": trace.fp16_accumulation,
+        "float8": trace.float8,
         "optimizer": name_of(rule),
         "states": "exact" if rule.exact is None else "compact",
     }

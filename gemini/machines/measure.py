@@ -103,12 +103,16 @@ def measure_host(sizes: Sizes) -> Figures:
 
 def _product(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     rows, inner, columns = size
-    x = torch.full((rows, inner), 0.5, dtype=dtype, device=device)
-    weight = torch.full((columns, inner), 0.5, dtype=dtype, device=device)
+    x, weight = (torch.full((n, inner), 0.5, device=device).to(dtype) for n in (rows, columns))
+    if dtype is torch.float8_e4m3fn:
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16)
     return lambda: torch.mm(x, weight.t())
 
 
-_KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16_accumulation": torch.float16}
+_KINDS = {
+    "bf16": torch.bfloat16, "fp32": torch.float32, "fp16_accumulation": torch.float16, "float8": torch.float8_e4m3fn,
+}  # fmt: skip
 """Of products, by the end of their figures' names."""
 
 
@@ -330,7 +334,9 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
         yield "num_gpus", _asked(torch.cuda.device_count(), card.name)
         yield "gpu_bytes", _asked(card.total_memory, card.name)
         yield "gpu_sms", _asked(card.multi_processor_count, card.name)
-    yield from _products("gpu", _KINDS, sizes.gpu_product, device, timed)
+    has_float8 = on_cuda and torch.cuda.get_device_capability(device) >= (8, 9)
+    kinds = [kind for kind in _KINDS if kind != "float8" or has_float8]
+    yield from _products("gpu", kinds, sizes.gpu_product, device, timed)
     num_bytes = sizes.gpu_bytes
     here = torch.ones(num_bytes // 4, device=device)
     how = f"{human_bytes(num_bytes)} read and written in place"

@@ -204,9 +204,9 @@ class Costs:
         what = "the products of a moment"
         sms = self._hardware.figures.get("gpu_sms")
         computing = occupied(product, None if sms is None else int(sms.value))
-        num_bytes = product.elements * (4 if self._width == "fp32" else 2)
-        through_memory = num_bytes / self._get("gpu_bandwidth", what)
-        return max(computing / self._get(f"gpu_flops_{self._products}", what), through_memory), through_memory
+        through_memory = product.num_bytes(4 if self._width == "fp32" else 2) / self._get("gpu_bandwidth", what)
+        speed = self._get(f"gpu_flops_{product.dtype or self._products}", what)
+        return max(computing / speed, through_memory), through_memory
 
     def _on_cpu(self, moment: Moment) -> float:
         what = "computing a moment"

@@ -27,6 +27,7 @@ FIGURES: dict[str, str] = {
     "gpu_flops_bf16": "FLOP/s of one GPU in half-precision matrix products",
     "gpu_flops_fp32": "FLOP/s of one GPU in fp32 matrix products",
     "gpu_flops_fp16_accumulation": "FLOP/s of one GPU in fp16 products with fp16 sums (GeForce cards: twice as many)",
+    "gpu_flops_float8": "FLOP/s of one GPU in float8 products with fp32 sums (from Ada and Hopper on: twice as many)",
     "gpu_matrix_share": "share of its peak that the best matrix products reach on this GPU (without it: of any, 0.83)",
     "gpu_attention_share": "share of its peak that fused attention reaches in forward (without it: the A100's, 0.73)",
     "gpu_attention_backward_share": "the same in backward (without it: the A100's, 0.63)",

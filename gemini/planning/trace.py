@@ -69,22 +69,25 @@ class TracedParam:
 
 
 class Product(NamedTuple):
-    """``times`` products of ``m x k`` by ``k x n``, each of them ``batch`` at once."""
+    """``times`` products of ``m x k`` by ``k x n``, each of them ``batch`` at once. ``dtype``: "float8", or "" for the
+    compute dtype of the step.
+    """
 
     batch: int
     m: int
     n: int
     k: int
     times: int | float = 1  # a whole number stays one in a file that is read and written again
+    dtype: str = ""
 
     @property
     def flops(self) -> float:
         return 2 * self.batch * self.m * self.n * self.k * self.times
 
-    @property
-    def elements(self) -> float:
-        """Elements of both factors and the result: what is read and written at least."""
-        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) * self.times
+    def num_bytes(self, itemsize: int) -> float:
+        """Bytes of both factors and the result, what is read and written at least, with ``itemsize`` of the step."""
+        factors = (self.m * self.k + self.k * self.n) * (1 if self.dtype == "float8" else itemsize)
+        return self.batch * (factors + self.m * self.n * itemsize) * self.times
 
 
 class AttentionWork(NamedTuple):
@@ -223,6 +226,11 @@ class MemoryTrace(Document, kind="trace"):
         return sum(moment.flops for moment in self.moments)
 
     @property
+    def float8(self) -> bool:
+        """Whether layers multiply in float8."""
+        return any(product.dtype == "float8" for moment in self.moments for product in moment.products)
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes beside params and buffers at any moment."""
         return max((moment.peak_bytes for moment in self.moments), default=0)
@@ -252,8 +260,12 @@ class MemoryTrace(Document, kind="trace"):
         return [replace(self, tiled=None), *([] if self.tiled is None else self.tiled.forms)]
 
     def arithmetic(self, precision: str) -> str:
-        """How the products of the step in this precision are computed: "fp16_accumulation", or as the precision is."""
-        return "fp16_accumulation" if self.fp16_accumulation and precision == "fp16" else precision
+        """How the products of the step in this precision are computed: "fp16_accumulation", "float8" (those of linear
+        layers), or as the precision is.
+        """
+        if self.fp16_accumulation and precision == "fp16":
+            return "fp16_accumulation"
+        return "float8" if self.float8 else precision
 
     def with_fp32(self, names: Collection[str]) -> MemoryTrace:
         """The same step of a model in which the params of these (first) names stay in fp32, and no others."""

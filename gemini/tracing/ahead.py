@@ -38,7 +38,7 @@ from gemini.config import as_kept
 from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import ALL, MemoryTrace, Source, as_tiles, check_kept, tile_sizes
-from gemini.tracing.fused import with_kernels
+from gemini.tracing.fused import Float8Linear, with_kernels
 from gemini.tracing.meter import Target, make_target, tensors_in
 from gemini.tracing.observer import ObservedStep, Observer, count_tokens, trace_of_step
 from gemini.train.activations.kept import KeptBlocks
@@ -46,6 +46,7 @@ from gemini.train.checkpoint.states import generators_kept
 from gemini.train.context import ContextParallel, ImaginedExchange, part_of
 from gemini.train.loading.skeleton import check_class, without_drawing
 from gemini.train.modules import token_tiles
+from gemini.train.modules.float8 import float8_layers
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
 from gemini.train.modules.reading import COPY_OF_COMPILED, compiled_part, is_compiled, structure_of
 from gemini.train.observers import iter_tensors
@@ -193,6 +194,7 @@ def trace(
     kept_blocks: int | str = 0,
     kernels: str | None = None,
     fp16_accumulation: bool = False,
+    float8: bool = False,
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
 
@@ -220,6 +222,9 @@ def trace(
             them (``all_kept`` of the trace), and the planner chooses a number.
         kernels: "liger": the step with Liger's fused norm, SwiGLU, rope, and head with its loss (which need not be
             installed here), of llama, mistral, qwen2 and qwen3; without tiles.
+        fp16_accumulation: as in :class:`gemini.GeminiConfig`.
+        float8: the same, in compiled blocks (torchao need not be installed here). A model with layers of
+            ``torchao.float8`` is traced as these compute without being compiled.
 
     Returns:
         A trace with ``source`` "ahead". MoE models are traced with the experts implementation they have; those whose
@@ -245,7 +250,7 @@ def trace(
         raise ValueError(f"tile_tokens={tiles} with tensor_parallel={tensor_parallel}: leave one of them out")
     check_kept(kept_blocks)
     is_open = kept_blocks == "auto"
-    more = (0 if is_open else int(kept_blocks), kernels, fp16_accumulation)
+    more = (0 if is_open else int(kept_blocks), kernels, fp16_accumulation, float8)
     step = _FakeStep(model, batch, precision, make_target(target), *how, *more)
     found = step.trace(tiles)
     if is_open and found.checkpoint_bytes:  # else no block is computed again
@@ -284,6 +289,7 @@ class _FakeStep(NamedTuple):
     kept_blocks: int
     kernels: str | None
     fp16_accumulation: bool
+    float8: bool
 
     def trace(self, tiles: int | str | None) -> MemoryTrace:
         """Run it in ``tiles``; "auto": as it is, and in each kind of tiles that the planner may choose, with a warning
@@ -322,6 +328,9 @@ class _FakeStep(NamedTuple):
                     param.data = torch.empty(param.shape, dtype=own_dtype)
             for module in fake.modules():
                 _without_package(getattr(module, "config", None))
+            if self.float8:
+                for layer in float8_layers(structure_of(fake), kept):
+                    layer.__class__ = Float8Linear
             fake.train()
             _set_checkpointing(fake, self.checkpointing)
             own, sent = self.batch, Counter[str]()

@@ -7,6 +7,9 @@ do. They compute nothing.
     rope     ops/rope.py          in place; keeps cos and sin
     head     ops/fused_linear_cross_entropy.py: logits of a few tokens at a time, over which their gradients are
              written; keeps the gradients of its input and of the weight, added up in the dtype of that
+
+and of linear layers of ``torchao.float8`` (float8/float8_linear.py) as they are in compiled blocks: what makes codes of
+a factor reads it twice, for its largest value and its codes, and keeps the factor itself for backward.
 """
 
 from __future__ import annotations
@@ -57,6 +60,12 @@ _rotate = _op(
 _cross_entropy = _op(
     "cross_entropy(Tensor(a!) logits, Tensor target) -> (Tensor(a!), Tensor)",
     lambda logits, target: (logits, logits.new_empty(target.shape, dtype=torch.float32)),
+)
+
+
+_codes = _op(
+    "codes(Tensor x, Tensor once_more) -> (Tensor, Tensor)",
+    lambda x, once_more: (x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty((), dtype=torch.float32)),
 )
 
 
@@ -122,6 +131,33 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (*ctx.saved_tensors, None)
+
+
+def _in_float8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    (codes, scale), (turned, other) = _codes(a, a), _codes(b.t(), b.t())
+    return torch._scaled_mm(codes, turned.t(), scale, other, out_dtype=a.dtype)
+
+
+class _Float8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _in_float8(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        grad, wanted = grads[0].reshape(-1, grads[0].shape[-1]), ctx.needs_input_grad
+        dx = _in_float8(grad, weight).view(x.shape) if wanted[0] else None
+        return dx, _in_float8(grad.t(), x.reshape(-1, x.shape[-1])) if wanted[1] else None
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that multiplies in float8."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = _Float8.apply(input, self.weight)
+        return made if self.bias is None else made + self.bias
 
 
 def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **how: Any) -> Any:

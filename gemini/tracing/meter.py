@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from gemini.patches import original, replaced_for_thread
 from gemini.planning.layout import page_up
-from gemini.planning.trace import AttentionWork
+from gemini.planning.trace import AttentionWork, Product
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -62,8 +62,8 @@ class Counts:
     num_ops: int = 0
     read: set[int] = field(default_factory=set)
     """Indices of the params that they read or wrote."""
-    products: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
-    """How often products of each shape (batch, m, n, k) ran."""
+    products: Counter[Product] = field(default_factory=Counter)
+    """How often products of each shape and dtype ran."""
     attention: AttentionWork = AttentionWork()
     """Of the fused attention."""
 
@@ -162,6 +162,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of others (torchao's): what it does with those is seen one by one
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self._paused or self._resting:
@@ -199,7 +201,7 @@ class Meter(TorchDispatchMode):
             counts.flops += flops
             shape = product_of(func, args)
             if shape is not None:
-                counts.products[shape] += 1
+                counts.products[Product(*shape, dtype=dtype_of(args))] += 1
             else:
                 counts.attention += attention_of(func, args, kwargs, flops)
         temporary = self._target.temporary_bytes(func, args)
@@ -276,6 +278,11 @@ def product_of(func: Any, args: Any) -> tuple[int, int, int, int] | None:
     return (int(first[0]) if len(first) == 3 else 1), int(first[-2]), int(second[-1]), int(first[-1])
 
 
+def dtype_of(args: Any) -> str:
+    """``Product.dtype`` of a product with these arguments."""
+    return "float8" if any(tensor.dtype in _FLOAT8 for tensor in tensors_in(args)) else ""
+
+
 def attention_of(func: Any, args: Any, kwargs: Any, flops: int) -> AttentionWork:
     """Fused attention in a call with so many FLOP: all of them or none."""
     names = [argument.name for argument in func._schema.arguments]
@@ -318,6 +325,8 @@ _PRODUCTS: dict[Any, int] = {
     _aten._scaled_mm: 0,
 }
 """At which argument the two matrices of a product begin."""
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _OURS: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda args: sdpa_flop_count(*args[:3]),

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gemini.planning.trace import MemoryTrace, Moment, Phase, Product, Source
+from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
 from gemini.tracing.meter import Meter, Target, dense
 from gemini.train.activations.kept import INSIDE
 from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
@@ -398,7 +398,7 @@ class Observer:
                 gradients=tuple(sorted(self._gradients)),
                 tp_bytes=self._sent.pop("tp", 0),
                 cp_bytes=self._sent.pop("cp", 0),
-                products=tuple(Product(*shape, times) for shape, times in sorted(taken.products.items())),
+                products=tuple(product._replace(times=n) for product, n in sorted(taken.products.items())),
                 attention=taken.attention,
             )
         )

@@ -28,6 +28,8 @@ from gemini.train.checkpoint.write import pending_in
 from gemini.train.context import ContextParallel, Exchange
 from gemini.train.engine import Engine, engine_of
 from gemini.train.modules.codes import prepare_layers
+from gemini.train.modules.float8 import compute_in_float8, float8_layers, has_float8
+from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.modules.reading import Structure, is_a, own_buffers
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.in_place import give_back as give_optimizer_back
@@ -81,6 +83,9 @@ def manage(
     """
     changes, is_filled = Changes(), fill is None
     try:
+        if config.float8:  # first: such layers are neither cut nor computed in tiles
+            structure = structure or Structure(model)
+            _multiply_in_float8(structure, config, changes)
         if whole is None:
             whole = slices_if_whole(model, mesh, is_filled=is_filled) or experts_of(model, mesh, is_filled=is_filled)
         # Each undo is noted before, or as soon as, its change can have begun: an interrupt must find it in the list.
@@ -126,6 +131,12 @@ def manage(
     return model
 
 
+def _multiply_in_float8(structure: Structure, config: GeminiConfig, changes: Changes) -> None:
+    layers = float8_layers(structure, kept_in_fp32(structure, "bf16", config.keep_fp32))
+    with WHOLE:
+        changes.append(_to_call(compute_in_float8(layers, emulate=not has_float8(str(config.device or "cuda")))))
+
+
 def _put_on(
     model: nn.Module, planned: Structure, engine: Engine, whole: WholeParams | None, changes: Changes
 ) -> _Buffers:
@@ -140,6 +151,8 @@ def _put_on(
     changes.append(lambda model: model.__dict__.pop("_gemini_engine", None))
     # With `fill` another module may have come, and "auto" has chosen its tile only now.
     tokens = engine.decision.tile_tokens
+    if model is not planned.model and engine.config.float8:
+        _multiply_in_float8(Structure(model), engine.config, changes)
     if model is not planned.model or (tokens is not None and engine.config.tile_tokens == "auto"):
         if tokens is not None:
             changes.append(_to_call(tile_tokens(model, tokens).take_away))

@@ -366,6 +366,27 @@ def test_a_plan_with_sums_in_fp16_is_run_with_them(gemini_command: Command, tmp_
             options_of(Parser("sft").read([*words, f"--fp16_accumulation={not wanted}"]))
 
 
+def test_a_plan_in_float8_is_quicker_and_is_run_so(gemini_command: Command, tmp_path: Path) -> None:
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
+    config, out = llama_config(tmp_path / "config.json", **shape), tmp_path / "plan.json"
+    step = ("plan", config, "--seq-len", 2048, "--batch-size", 8, "--cpu", "32GiB")
+    plain, quick = (gemini_command.told(*step, "--machine", "rtx4090", *how) for how in ((), ("--float8",)))
+    assert (plain["precision"], quick["precision"]) == ("bf16", "float8")
+    assert quick["step"]["busy"]["compute"] < 0.9 * plain["step"]["busy"]["compute"]
+    peak = load_hardware("rtx4090").figures["gpu_flops_float8"].value
+    assert quick["step"]["mfu"] == pytest.approx(quick["step"]["flops_per_second"] / peak)
+    refused(gemini_command(*step, "--machine", "a100", "--float8"), "'a100' has no figure 'gpu_flops_float8'")
+    refused(gemini_command(*step, "--machine", "rtx4090", "--float8", "--precision", "fp16"), "--float8")
+    fast = ("--seq-len", 64, "--tokens-per-step", 256, "--fastest", "--machine", "rtx4090", "--out", out, "--float8")
+    fastest = gemini_command.told("plan", config, *fast)["fastest"]
+    assert "float8=True" in " ".join(fastest["python"]) and "model.compile()" in fastest["python"]
+    words = shlex.split(fastest["command"])[2:]
+    asked = options_of(Parser("sft").read(words))
+    assert asked.config.float8 and asked.compiles == {}
+    with pytest.raises(JobError, match="was made with --float8 True"):
+        options_of(Parser("sft").read([*words, "--float8=False"]))
+
+
 def test_both_orders_are_compared_and_what_runs_it_says_which(
     gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

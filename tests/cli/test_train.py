@@ -362,18 +362,23 @@ def test_compiled_blocks_and_another_attention(train: Command, tmp_path: Path, m
     from gemini.train.modules.changing import compile_blocks
 
     num_blocks: list[int] = []
-    monkeypatch.setattr(
-        job, "compile_blocks", lambda model: num_blocks.append(compile_blocks(model, backend="aot_eager"))
-    )
+    monkeypatch.setattr(job, "compile_blocks", lambda model, **how: num_blocks.append(compile_blocks(model, **how)))
     runs = {}
     nvme, eager = ["--cpu_memory", "1600KiB", "--nvme_path", tmp_path], ["--attn_implementation", "eager"]
-    ways = {"ram": [*eager, "--torch_compile"], "disk": [*eager, "--torch_compile", *nvme], "sdpa": []}
+    compiled = ["--torch_compile_backend", "aot_eager"]  # which to transformers says --torch_compile as well
+    ways = {"ram": [*eager, *compiled], "disk": [*eager, "--torch_compile", *compiled, *nvme], "sdpa": []}
     for name, more in ways.items():
         runs[name] = train.ok("--output_dir", tmp_path / name, "--max_steps", 2, *more).stdout
     assert num_blocks == [2, 2] * 2  # the model that is planned for, and the one that is drawn
     assert "bf16, eager attention\n" in runs["ram"] and "bf16, sdpa attention\n" in runs["sdpa"]
     assert losses_of(runs["ram"]) == losses_of(runs["disk"])
     assert same_weights(tmp_path / "ram", tmp_path / "disk")
+    refused(
+        train("--output_dir", tmp_path / "out", "--torch_compile_backend", "none"),
+        "--torch_compile",
+        "'none'",
+        begun=True,
+    )
 
 
 def test_attention_that_cannot_be_is_refused(train: Command, tmp_path: Path) -> None:

@@ -142,3 +142,19 @@ def test_evaluation_and_generation(where: str, tmp_path: Path) -> None:
     losses += gpu_cases.train(model, optimizer, [2, 3])
     assert losses == wanted + helpers.train_plain(plain, [2, 3], gpu_cases.on_batch)
     assert_same_state(model, gpu_cases.bring_home(plain))
+
+
+@pytest.mark.skipif(gpu_cases.ON_FAKE or gpu_cases.ON_STANDIN, reason="products that cards alone have")
+@pytest.mark.parametrize("where", [where for where in PLACEMENTS if where != "all on the gpu"])
+def test_products_in_float8_are_the_same_wherever_chunks_live(where: str, tmp_path: Path) -> None:
+    """By the card's own products, whose factors have sides of multiples of 16."""
+    pytest.importorskip("torchao", reason="pip install '.[float8]'")
+    models = [gpu_cases.wrap(llama(), name, tmp_path, float8=True) for name in ("all on the gpu", where)]
+    runs = [gpu_cases.train(model, adam(model), range(3), loss_of=of_16_tokens) for model in models]
+    assert runs[0] == runs[1]
+    assert_same_snapshot(*(snapshot(model) for model in models))
+
+
+def of_16_tokens(model: Any, seed: int) -> torch.Tensor:
+    loss: torch.Tensor = model(**gpu_cases.batch(seed, length=16)).loss
+    return loss

@@ -19,7 +19,7 @@ _OTHERS = (
     "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "interconnect", "land_cpu", "torch_threads", "update_cpu_one",
     "cpu_contention", "nvme_mixed", "update_gpu", "update_cpu_compact", "network", "nvme_write_sustained",
     "gpu_matrix_share", "gpu_attention_share", "gpu_attention_backward_share", "link_mixed",
-    "gpu_flops_fp16_accumulation",
+    "gpu_flops_fp16_accumulation", "gpu_flops_float8",
 )  # fmt: skip
 NEEDED = set(FIGURES) - set(_OTHERS)
 ADAM_BYTES = 26  # per param: read 14 with a bf16 gradient, written 12
@@ -68,6 +68,10 @@ def test_no_machine_is_at_odds_with_itself(name: str) -> None:
     assert ("gpu_flops_fp16_accumulation" in value) == is_geforce
     if is_geforce:
         assert value["gpu_flops_fp16_accumulation"] == pytest.approx(2 * value["gpu_flops_bf16"], rel=1e-3)
+    assert ("gpu_flops_float8" in value) == ("a100" not in name and "3090" not in name), "Ampere has no float8"
+    assert value.get("gpu_flops_float8", 2 * value["gpu_flops_bf16"]) == pytest.approx(
+        2 * value["gpu_flops_bf16"], rel=0.02
+    )
     assert value["gpu_bytes"] < value["cpu_bytes"] < value["nvme_bytes"]
     assert 0.8e12 < value["gpu_flops_bf16"] / value["gpu_sms"] < 8e12
     assert all(0.3 < figure < 1 for key, figure in value.items() if key.endswith("_share"))

@@ -14,7 +14,7 @@ from torch.utils import flop_counter
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
+from gemini.planning.trace import MemoryTrace, Moment, Phase, Product, Source
 from gemini.tracing import ahead, meter
 from gemini.tracing.ahead import fake_copy
 from tests.models import FAMILIES, VOCAB, make_model
@@ -133,7 +133,7 @@ def test_products_are_kept_by_their_shapes_and_attention_apart() -> None:
     hidden, inner, tokens = model.config.hidden_size, model.config.intermediate_size, 24
     forward, backward = ([m for m in trace.moments if m.module == "model.layers.0.mlp.up_proj" and m.phase is phase]
                          for phase in (Phase.FORWARD, Phase.BACKWARD))  # fmt: skip
-    assert [m.products for m in forward] == [((1, tokens, inner, hidden, 1),)]
+    assert [m.products for m in forward] == [(Product(1, tokens, inner, hidden),)]
     assert {(p.m, p.n, p.k) for m in backward for p in m.products} == {(tokens, hidden, inner), (inner, hidden, tokens)}
     for moment in trace.moments:
         assert sum(product.flops for product in moment.products) + moment.attention.counted == moment.flops

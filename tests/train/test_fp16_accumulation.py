@@ -1,6 +1,8 @@
 """Products summed in fp16: torch's switch is on while a model that asks for it is managed, and as it was afterwards."""
 
 import gc
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +134,17 @@ def test_of_two_that_agree_the_last_one_puts_it_back(order: tuple[int, int], tmp
     assert is_on()
     gemini.release(both[order[1]])
     assert not is_on()
+
+
+def test_a_program_in_fp16_ends_without_a_word() -> None:
+    """The switch goes back while Python is still whole: what the collector ends later finds no modules any more."""
+    program = """
+import gemini, torch
+memory = gemini.MemoryBudget(cpu="64MiB")
+model = gemini.GeminiDDP(torch.nn.Linear(8, 8), gemini.GeminiConfig(precision="fp16", device="cpu", memory=memory))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_it_is_refused_for_other_precisions(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from gemini.errors import GeminiError
 from gemini.patches import Overrides, replaced
 from gemini.planning.trace import LEAST_TILE, tile_sizes, tile_tokens_for
+from gemini.train.modules.float8 import is_float8
 from gemini.train.modules.reading import READ_AS_A_WHOLE
 from gemini.train.modules.tiled_logits import find_head, split_rows
 
@@ -195,8 +196,9 @@ def _is_mlp(path: str, module: nn.Module) -> bool:
     if path.rpartition(".")[2] not in ("mlp", "feed_forward", "ffn", "fc"):
         return False
     leaves = [leaf for leaf in module.modules() if leaf is not module and not list(leaf.children())]
-    # transformers' Conv1D is a transposed Linear.
+    # transformers' Conv1D is a transposed Linear. Of float8 the scales are of all tokens.
     products = [leaf for leaf in leaves if isinstance(leaf, nn.Linear) or type(leaf).__name__ == "Conv1D"]
+    products = [leaf for leaf in products if not is_float8(leaf)]
     return (
         len(products) > 1
         and "forward" not in module.__dict__

@@ -33,6 +33,7 @@ from gemini.ranks.group import Ranks
 from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
 from gemini.train.modules.codes import WHAT_WORKS, check_coded, scales_in
+from gemini.train.modules.float8 import is_float8
 from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, own_buffers, own_params, structure_of
 from gemini.train.params.handle import handle_of, is_in_stages, optimizer_of
@@ -291,6 +292,7 @@ def _check_step(trace: MemoryTrace, model: nn.Module, config: GeminiConfig, part
         "tile_tokens": trace.tile_tokens if config.tile_tokens == "auto" else config.tile_tokens,
         "kept_blocks": trace.kept_blocks if config.kept_blocks in (None, "auto") else config.kept_blocks,
         "fp16_accumulation": config.fp16_accumulation,
+        "float8": config.float8 or (trace.float8 and any(map(is_float8, model.modules()))),
         "context_parallel": parts,
     }
     for name, value in ours.items() if is_ahead else ():

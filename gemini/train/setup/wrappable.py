@@ -80,8 +80,9 @@ def _check_param(name: str, param: torch.Tensor) -> None:
         raise ValueError(
             f"param {name!r} is not initialized yet (a lazy module): run one batch through the model before wrapping it"
         )
-    is_own = is_traceable_wrapper_subclass(param) or is_of_library(type(param), "Int8Params")
-    if is_own or not (is_coded(param) or _is_ordinary(type(param))):
+    kind = type(param)
+    is_own = is_traceable_wrapper_subclass(param) or (kind is not nn.Parameter and is_of_library(kind, "Int8Params"))
+    if is_own or not (_is_ordinary(kind) or is_coded(param)):
         raise TypeError(
             f"param {name!r} is a {type(param).__name__}, a tensor with a behaviour of its own, which it would lose: "
             "GeminiDDP manages ordinary params (nn.Parameter) and divides them. Turn it into one (dequantize it, "

@@ -22,6 +22,7 @@ from gemini.interrupts import WHOLE
 from gemini.patches import Overrides
 from gemini.ranks.group import Ranks, names_of, size_of
 from gemini.train.modules.codes import first_coded
+from gemini.train.modules.float8 import is_float8
 from gemini.train.modules.reading import is_tuner_layer, own_params
 from gemini.train.params.handle import SET_DATA, TensorSlice
 from gemini.train.slices.alike import first_differing, refuse_differing
@@ -256,6 +257,11 @@ def _refuse_uncuttable(model: nn.Module) -> None:
         raise ValueError(
             f"tensor parallel does not slice adapters ({adapted[0]!r}), as it would have to with their layers. Use dp "
             "in place of tp"
+        )
+    if multiplied := [name for name, module in model.named_modules() if is_float8(module)]:
+        raise ValueError(
+            f"tensor parallel does not slice layers that multiply in float8 ({multiplied[0]!r}), whose scales are of "
+            "whole weights. Use dp in place of tp"
         )
     if coded := first_coded(model):
         raise ValueError(

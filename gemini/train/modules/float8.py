@@ -1,0 +1,78 @@
+"""Linear layers that multiply in float8, by torchao (https://github.com/pytorch/ao). ``torchao.float8`` makes codes and
+scales of both operands in each call, so weights stay what they are to chunks, optimizers and checkpoints. Layers stay
+the same objects: hooks, names and references to them hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import nn
+
+from gemini.train.modules.reading import Structure
+
+_SIDES = 16
+"""Elements of which both sides of a weight must be multiples: ``torch._scaled_mm`` takes no others."""
+
+_ROUTERS = ("gate", "router")
+"""Last names of layers that choose experts: few columns, and a choice that rounding would change."""
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Whether a layer multiplies in float8: torchao's, or that of a trace."""
+    return any(c.__name__ == "Float8Linear" for c in type(module).__mro__)
+
+
+def has_float8(device: str) -> bool:
+    """Whether a device (of a config) has products in float8."""
+    return device.startswith("cuda") and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def float8_layers(structure: Structure, kept_fp32: Collection[int]) -> list[nn.Linear]:
+    """Find the layers that may multiply in float8: linear ones of repeated blocks, but for adapters, routers, those of
+    ``kept_fp32`` (ids of params), and weights with a side that is no multiple of 16. ValueError if there is none.
+    """
+    apart = structure.adapters.union(kept_fp32)
+    layers = [
+        module
+        for path, module in structure.modules
+        if type(module) is nn.Linear
+        and any(part.isdigit() for part in path.split("."))
+        and path.rpartition(".")[2] not in _ROUTERS
+        and id(module.weight) not in apart
+        and not any(side % _SIDES for side in module.weight.shape)
+    ]
+    if not layers:
+        raise ValueError(
+            f"float8=True: this {type(structure.model).__name__} has no nn.Linear in a repeated block (layers.0) with "
+            f"sides that are multiples of {_SIDES}. Leave it out"
+        )
+    return layers
+
+
+def compute_in_float8(layers: list[nn.Linear], *, emulate: bool) -> Callable[[], None]:
+    """Let ``layers`` multiply in float8, with one scale per tensor; the function that is returned takes that back.
+    ``emulate``: float8 values in products of the layer's own dtype. ImportError without torchao.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ModuleNotFoundError as e:
+        raise ImportError(
+            f"float8=True needs torchao, the extra 'float8' of Gemini: pip install torchao ({e})", name="torchao"
+        ) from e
+    config, given = Float8LinearConfig(emulate=emulate), dict[nn.Linear, list[str]]()
+
+    def take_away() -> None:
+        for layer, names in given.items():
+            layer.__class__ = nn.Linear
+            for name in names:
+                layer.__dict__.pop(name, None)
+
+    for layer in layers:
+        like = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        made = convert_to_float8_training(like, config=config)
+        given[layer] = [name for name in made.__dict__ if name not in layer.__dict__]
+        layer.__dict__.update({name: made.__dict__[name] for name in given[layer]})
+        layer.__class__ = type(made)
+    return take_away
