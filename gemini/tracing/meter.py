@@ -201,7 +201,8 @@ class Meter(TorchDispatchMode):
             counts.flops += flops
             shape = product_of(func, args)
             if shape is not None:
-                counts.products[Product(*shape, dtype=dtype_of(args))] += 1
+                in_float8 = any(tensor.dtype in _FLOAT8 for tensor in tensors_in(args))
+                counts.products[Product(*shape, dtype="float8" if in_float8 else "")] += 1
             else:
                 counts.attention += attention_of(func, args, kwargs, flops)
         temporary = self._target.temporary_bytes(func, args)
@@ -276,11 +277,6 @@ def product_of(func: Any, args: Any) -> tuple[int, int, int, int] | None:
         return None
     first, second = args[at].shape, args[at + 1].shape
     return (int(first[0]) if len(first) == 3 else 1), int(first[-2]), int(second[-1]), int(first[-1])
-
-
-def dtype_of(args: Any) -> str:
-    """``Product.dtype`` of a product with these arguments."""
-    return "float8" if any(tensor.dtype in _FLOAT8 for tensor in tensors_in(args)) else ""
 
 
 def attention_of(func: Any, args: Any, kwargs: Any, flops: int) -> AttentionWork:

@@ -28,7 +28,7 @@ from gemini.train.checkpoint.write import pending_in
 from gemini.train.context import ContextParallel, Exchange
 from gemini.train.engine import Engine, engine_of
 from gemini.train.modules.codes import prepare_layers
-from gemini.train.modules.float8 import compute_in_float8, float8_layers, has_float8
+from gemini.train.modules.float8 import compute_in_float8, float8_layers
 from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.modules.reading import Structure, is_a, own_buffers
 from gemini.train.modules.token_tiles import tile_tokens
@@ -134,7 +134,7 @@ def manage(
 def _multiply_in_float8(structure: Structure, config: GeminiConfig, changes: Changes) -> None:
     layers = float8_layers(structure, kept_in_fp32(structure, "bf16", config.keep_fp32))
     with WHOLE:
-        changes.append(_to_call(compute_in_float8(layers, emulate=not has_float8(str(config.device or "cuda")))))
+        changes.append(_to_call(compute_in_float8(layers, str(config.device or "cuda"))))
 
 
 def _put_on(

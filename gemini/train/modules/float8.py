@@ -24,11 +24,6 @@ def is_float8(module: nn.Module) -> bool:
     return any(c.__name__ == "Float8Linear" for c in type(module).__mro__)
 
 
-def has_float8(device: str) -> bool:
-    """Whether a device (of a config) has products in float8."""
-    return device.startswith("cuda") and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-
-
 def float8_layers(structure: Structure, kept_fp32: Collection[int]) -> list[nn.Linear]:
     """Find the layers that may multiply in float8: linear ones of repeated blocks, but for adapters, routers, those of
     ``kept_fp32`` (ids of params), and weights with a side that is no multiple of 16. ValueError if there is none.
@@ -51,9 +46,10 @@ def float8_layers(structure: Structure, kept_fp32: Collection[int]) -> list[nn.L
     return layers
 
 
-def compute_in_float8(layers: list[nn.Linear], *, emulate: bool) -> Callable[[], None]:
+def compute_in_float8(layers: list[nn.Linear], device: str) -> Callable[[], None]:
     """Let ``layers`` multiply in float8, with one scale per tensor; the function that is returned takes that back.
-    ``emulate``: float8 values in products of the layer's own dtype. ImportError without torchao.
+    Where ``device`` (of a config) has no such products, float8 values are multiplied in bf16. ImportError without
+    torchao.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -61,7 +57,9 @@ def compute_in_float8(layers: list[nn.Linear], *, emulate: bool) -> Callable[[],
         raise ImportError(
             f"float8=True needs torchao, the extra 'float8' of Gemini: pip install torchao ({e})", name="torchao"
         ) from e
-    config, given = Float8LinearConfig(emulate=emulate), dict[nn.Linear, list[str]]()
+    on_cuda = device.startswith("cuda") and torch.cuda.is_available()
+    has_products = on_cuda and torch.cuda.get_device_capability() >= (8, 9)
+    config, given = Float8LinearConfig(emulate=not has_products), dict[nn.Linear, list[str]]()
 
     def take_away() -> None:
         for layer, names in given.items():
