@@ -396,7 +396,7 @@ def calls_of_a_block(make: Callable[[int], Any]) -> dict[str, float]:
             held["loss"] = model(noise(2, WIDTH, dtype=torch.float32)).sum()
 
         found: dict[str, list[int]] = {"forward": [], "backward": []}
-        for _ in range(6):
+        for _ in range(12):
             found["forward"].append(len(calls_in(forward)))
             found["backward"].append(len(calls_in(lambda held=held: held["loss"].backward())))
             optimizer.step()
