@@ -164,11 +164,8 @@ class Ledger:
 
     def claimed(self, tier: Tier) -> int:
         """Bytes that are wanted soon. Called by the training thread alone: claims look at the transfers in flight."""
-        num_bytes = 0
-        for at, method in self._claims:
-            if at is tier and (claim := method()) is not None:  # None where the part is gone
-                num_bytes += claim()
-        return num_bytes
+        # None where the part is gone.
+        return sum(claim() for at, method in self._claims if at is tier and (claim := method()) is not None)
 
     def obtain(self, want: Want) -> bool:
         """Take what is wanted; others make room for it. False if they cannot."""
@@ -251,8 +248,7 @@ class Ledger:
         return self.budget(tier) - (0 if self._pool is None else self._pool.kept_by_others(self, tier))
 
     def used(self, tier: Tier) -> int:
-        account = self._accounts.get(tier)
-        return 0 if account is None else account.used
+        return self._accounts[tier].used if tier in self._accounts else 0
 
     def peak(self, tier: Tier) -> int:
         return self._accounts[tier].peak
@@ -293,8 +289,7 @@ class Ledger:
         return sum(max(want - has, 0) for want, has in zip(wants, have, strict=True))
 
     def held(self, tier: Tier, holder: str) -> int:
-        account = self._accounts.get(tier)
-        return 0 if account is None else account.held.get(holder, 0)
+        return self._accounts[tier].held.get(holder, 0) if tier in self._accounts else 0
 
     def holders(self, tier: Tier) -> dict[str, int]:
         """Bytes by holder ("weights", "exp_avg", "window", "staging", ...)."""

@@ -62,8 +62,7 @@ def begin(final: Path) -> Path:
     """
     for leftover in leftovers(final.parent, final.name):
         remove(leftover)
-    number = next(_NUMBERS)
-    work = final.with_name(f".{final.name}.new-{os.getpid()}-{_stamp(os.getpid()) or '0' * 8}-{number}")
+    work = final.with_name(f".{final.name}.new-{os.getpid()}-{_stamp(os.getpid()) or '0' * 8}-{next(_NUMBERS)}")
     _WRITTEN_HERE.add(work.name)
     return work
 

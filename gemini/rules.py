@@ -199,8 +199,7 @@ class ElementwiseRule(UpdateRule):
     def run(
         self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
     ) -> None:
-        done = kernels.update(arrays, self.spec, segments, grad_scale, stop)
-        if not done and (stop is None or int(stop) == 0):
+        if not kernels.update(arrays, self.spec, segments, grad_scale, stop) and (stop is None or int(stop) == 0):
             super().run(arrays, segments if grad_scale is None else with_scale(segments, grad_scale))
 
 

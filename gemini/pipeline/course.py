@@ -28,6 +28,7 @@ from gemini.tracing.ahead import FakeRunner, fake_copy, fake_input, loss_of, not
 from gemini.tracing.fused import with_kernels
 from gemini.tracing.meter import flops_of
 from gemini.train.checkpoint.states import generators_kept
+from gemini.train.modules.reading import own_buffers, own_params
 from gemini.train.passes.again import marks_of
 from gemini.train.setup.problem import computes_with_liger
 
@@ -181,12 +182,9 @@ def on_meta(model: nn.Module) -> dict[int, Any]:
     """Stand-ins for params and buffers in a deep copy of a model that takes no memory: its ``memo``."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        for param in own_params(module).values():
+            memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        memo |= {id(own): torch.empty_like(own, device="meta") for own in own_buffers(module).values()}
     return memo
 
 

@@ -21,6 +21,7 @@ from gemini.pipeline.stages import Stage, Strayed
 from gemini.planning.planes import GRAD
 from gemini.tracing.ahead import loss_of as loss_in
 from gemini.tracing.ahead import rebind_forward
+from gemini.train.modules.reading import structure_of
 from gemini.train.params.handle import original_class, stepping_in_backward
 from gemini.train.passes.again import marks_of, own_hooks
 
@@ -310,10 +311,7 @@ def _why_not(model: nn.Module, course: Course) -> str | None:
     if course.is_random:
         return "its forward draws random numbers (dropout), in another order block by block: the bits would be others"
     last = (course.blocks[-1], *course.after)
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    for own in names.values():
+    for _, own in structure_of(model).params:
         if len({is_in(name, last) for name in own}) > 1:
             return (
                 f"{own[0]} is also {own[1]}: block by block the gradients of both uses would be added up in another "

@@ -23,6 +23,7 @@ from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.pipeline.course import LABELS, Course, is_in
 from gemini.tracing.ahead import loss_of
+from gemini.train.modules.reading import structure_of
 from gemini.train.params.handle import StageParam
 
 
@@ -103,24 +104,18 @@ def params_of_stages(
 ) -> dict[str, StageParam]:
     """Which ranks have each param, by its first name, in the model's order. One that several have is told that name."""
     found: dict[str, StageParam] = {}
-    names: dict[int, list[str]] = {}
-    params = dict(model.named_parameters(remove_duplicate=False))
-    for name, param in params.items():
-        names.setdefault(id(param), []).append(name)
-    for first, *others in names.values():
-        ranks = sorted({_stage_of(name, course, ranges) % num_ranks for name in (first, *others)})
-        found[first] = StageParam(tuple(params[first].shape), tuple(ranks))
+    for param, names in structure_of(model).params:
+        ranks = sorted({_stage_of(name, course, ranges) % num_ranks for name in names})
+        found[names[0]] = StageParam(tuple(param.shape), tuple(ranks))
         if len(ranks) > 1:
-            params[first]._gemini_first = first  # type: ignore[attr-defined]
+            param._gemini_first = names[0]  # type: ignore[attr-defined]
     return found
 
 
 def _stage_of(name: str, course: Course, ranges: Sequence[tuple[int, int]]) -> int:
     """Which stage runs the module of a param; the first one for what never runs."""
-    for number, (start, stop) in enumerate(ranges):
-        if is_in(name, course.blocks[start:stop]):
-            return number
-    return len(ranges) - 1 if is_in(name, course.after) else 0
+    otherwise = len(ranges) - 1 if is_in(name, course.after) else 0
+    return next((i for i, (start, stop) in enumerate(ranges) if is_in(name, course.blocks[start:stop])), otherwise)
 
 
 class _StandIn(nn.Module):

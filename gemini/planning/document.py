@@ -80,8 +80,7 @@ class Document:
 
     def _to_body(self) -> dict[str, Any]:
         """The fields as JSON has them."""
-        body: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
-        return body
+        return msgspec.to_builtins(self, str_keys=True)  # type: ignore[no-any-return]
 
     @classmethod
     def _from_body(cls: type[D], body: dict[str, Any]) -> D:

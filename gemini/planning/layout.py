@@ -126,8 +126,7 @@ class Layout:
 
 def block_of(name: str) -> str:
     """The outermost numbered block of a param: ``block_of("model.layers.7.mlp.w") == "model.layers.7"``, or ``""``."""
-    match = _INDEX.match(name)
-    return match["block"] if match else ""
+    return match["block"] if (match := _INDEX.match(name)) else ""
 
 
 def page_up(numel: int, align: int = ALIGN) -> int:

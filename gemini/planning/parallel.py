@@ -80,8 +80,7 @@ class Blocks:
         self._trace = trace
 
     def of(self, name: str) -> int | None:
-        found = self._pattern.match(name)
-        return None if found is None else int(found[1])
+        return int(found[1]) if (found := self._pattern.match(name)) else None
 
     def of_moments(self) -> list[int]:
         """For each moment the block that it belongs to: -1 for what comes before the first, ``number`` for what comes

@@ -112,7 +112,7 @@ class Plan(Document, kind="plan"):
         problem = {field.name: getattr(self.problem, field.name) for field in fields(self.problem)}
         del problem["layout"]
         spoken_for = {name: problem.pop(name) for name in _SPOKEN_FOR}
-        body: dict[str, Any] = msgspec.to_builtins(
+        return msgspec.to_builtins(  # type: ignore[no-any-return]
             {
                 **problem,
                 "trace": self.trace.to_json(),
@@ -128,15 +128,13 @@ class Plan(Document, kind="plan"):
             },
             str_keys=True,
         )
-        return body
 
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Plan:
         trace = MemoryTrace.from_json(body["trace"])
         rule = RuleSpec.from_body(body["rule"]) if "rule" in body else ADAM  # older plans are Adam's
         layout = trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], rule=rule)
-        posed = {**body, **body["spoken_for"], "rule": rule, "layout": layout}
-        problem = read(posed, Problem)
+        problem = read({**body, **body["spoken_for"], "rule": rule, "layout": layout}, Problem)
         placement = read(body, Placement)
         plan = super()._from_body({**body, "trace": trace, "problem": problem, "placement": placement})
         per_moment = {len(plan.moves), len(plan.again or plan.moves)}

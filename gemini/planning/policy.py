@@ -239,8 +239,7 @@ def first_of(again: Sequence[Moves], accesses: Sequence[Access], renewed: frozen
     found: list[Moves] = []
     for access, moves in zip(accesses, again, strict=True):
         evict = tuple(i for i in moves.evict if i not in renewed or i in there)
-        there -= set(evict)
-        there |= set(moves.fetch)
+        there = there - {*evict} | {*moves.fetch}
         missing = tuple(i for i in access.chunks if i in renewed and i not in there)
         there |= set(missing)
         found.append(Moves(evict, (*moves.fetch, *missing)))

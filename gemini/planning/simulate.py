@@ -222,8 +222,7 @@ def _work(
     mesh: MeshSizes | None = None,
 ) -> Work:
     """Arguments and errors as of :func:`simulate`."""
-    ranks = plan.layout.ranks
-    grid = _grid(plan, hardware, MeshSizes(dp=ranks) if mesh is None else mesh)
+    grid = _grid(plan, hardware, mesh or MeshSizes(dp=plan.layout.ranks))
     _check(plan, hardware, grid.per_machine)
     costs = Costs(
         hardware,

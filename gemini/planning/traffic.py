@@ -37,13 +37,9 @@ def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
     """Gathering the weights of a chunk into its window once. A window on a GPU holds the compute dtype: a wider master
     (fp16) is cast on the host and crosses narrow.
     """
-    home = homes[WEIGHTS]
-    wide = problem.sizes[index][WEIGHTS]
-    narrow = problem.window_bytes(index) // problem.layout.ranks
-    moved: Traffic = Counter()
-    for boundary in path(home, problem.compute):
-        moved[boundary] += narrow if boundary.target is Tier.GPU else wide
-    return moved
+    wide, narrow = problem.sizes[index][WEIGHTS], problem.window_bytes(index) // problem.layout.ranks
+    ways = path(homes[WEIGHTS], problem.compute)
+    return Counter({way: narrow if way.target is Tier.GPU else wide for way in ways})
 
 
 def gradient_traffic(
@@ -101,9 +97,7 @@ def _reads_window(problem: Problem, homes: Homes, index: int, where: Tier) -> bo
 
 def update_tier(problem: Problem, homes: Homes, *, streamed: bool = False) -> Tier:
     """The tier of a chunk's update: the GPU if all that it touches stands there or is streamed, else on the host."""
-    if streamed:
-        return Tier.GPU
-    on_gpu = problem.compute is Tier.GPU and all(tier is Tier.GPU for tier in homes.values())
+    on_gpu = streamed or (problem.compute is Tier.GPU and all(tier is Tier.GPU for tier in homes.values()))
     return Tier.GPU if on_gpu else Tier.CPU
 
 
