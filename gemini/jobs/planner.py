@@ -159,8 +159,7 @@ class Way:
             self._made = self._made or self.plan_for(self.trace())
             return self._made
         except ValueError as e:
-            asked = f"--optimizer {self.settings.optimizer} with --gpus {self.settings.gpus}"
-            raise JobError(f"{asked}: {e}.") from e
+            raise JobError(f"--optimizer {self.settings.optimizer} with --gpus {self.settings.gpus}: {e}.") from e
 
     def plan_for(self, trace: MemoryTrace, **more: Any) -> Plan:
         """The plan of another step than the whole one, as it was asked for, but for ``more``."""

@@ -32,9 +32,8 @@ def _slabs(n: int) -> Iterator[slice]:
 
 
 def _join(hi: Tensor, lo: Tensor) -> Tensor:
-    if lo.dtype is torch.int8:  # the upper byte alone: 24 bits
-        return ((hi.view(torch.int16).int() << 16) + (lo.int() << 8)).view(torch.float32)
-    return ((hi.view(torch.int16).int() << 16) + lo.int()).view(torch.float32)
+    lower = lo.int() << 8 if lo.dtype is torch.int8 else lo.int()  # the upper byte alone: 24 bits
+    return ((hi.view(torch.int16).int() << 16) + lower).view(torch.float32)
 
 
 def _split(master: Tensor, hi: Tensor, lo: Tensor) -> None:

@@ -96,8 +96,7 @@ class MuonRule(UpdateRule):
         s, shape = scalars, where.shape
         g, momentum = (grad.float() * s.grad_scale).view(shape), states["exp_avg"].view(shape)
         momentum.lerp_(g, 1 - s.momentum)
-        along = g.lerp_(momentum, s.momentum) if s.nesterov else momentum
-        step = orthogonalized(along, s.ns_steps, s.ns_eps)
+        step = orthogonalized(g.lerp_(momentum, s.momentum) if s.nesterov else momentum, s.ns_steps, s.ns_eps)
         rows, columns = shape
         longer = math.sqrt(max(1, rows / columns)) if s.adjust_lr == "original" else 0.2 * math.sqrt(max(rows, columns))
         master.mul_(1 - s.lr * s.weight_decay).view(shape).add_(step, alpha=-s.lr * longer)
@@ -164,8 +163,7 @@ class AdaLomoRule(UpdateRule):
         g = (grad.float() * s.grad_scale).view(shape)
         squares = g.square().add_(s.eps)
         if len(shape) < 2:
-            second = states["variance"].mul_(s.beta).add_(squares, alpha=1 - s.beta)
-            step = g.div_(second.sqrt())
+            step = g.div_(states["variance"].mul_(s.beta).add_(squares, alpha=1 - s.beta).sqrt())
         else:
             rows = states["row_var"].mul_(s.beta).add_(squares.mean(-1, keepdim=True), alpha=1 - s.beta)
             columns = states["col_var"].mul_(s.beta).add_(squares.mean(-2, keepdim=True), alpha=1 - s.beta)

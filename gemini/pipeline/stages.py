@@ -273,10 +273,8 @@ def left_out(model: nn.Module, stages: Sequence[Stage]) -> AbstractContextManage
 @contextmanager
 def _standing_in(model: nn.Module, stand_ins: Mapping[str, nn.Module], *, stay: bool = False) -> Iterator[None]:
     """Put these in the places of modules of a model, by their names; for good if they ``stay`` and nothing fails."""
-    places = []
-    for name in stand_ins:
-        path, _, key = name.rpartition(".")
-        places.append((model.get_submodule(path)._modules, key))
+    paths = [name.rpartition(".") for name in stand_ins]
+    places = [(model.get_submodule(path)._modules, key) for path, _, key in paths]
     before = [modules[key] for modules, key in places]
     try:
         for (modules, key), module in zip(places, stand_ins.values(), strict=True):

@@ -203,8 +203,7 @@ def there_before(accesses: Sequence[Access], moves: Sequence[Moves], among: Cont
     stay: list[int] = []
     for access, now in zip(accesses, moves, strict=True):
         seen |= set(now.fetch)
-        for index in (*now.evict, *access.chunks):
-            if index not in seen and index in among:
-                stay.append(index)
-                seen.add(index)
+        new = [i for i in dict.fromkeys((*now.evict, *access.chunks)) if i not in seen and i in among]
+        stay += new
+        seen.update(new)
     return tuple(stay)

@@ -642,9 +642,8 @@ class _Overlap:
         self._fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
 
         trained = [index for index, chunk in enumerate(self._plan.layout.chunks) if chunk.trainable]
-        self._first_use = dict.fromkeys(trained, self.per_step)
-        for at in reversed(range(self._per_batch)):
-            self._first_use.update({index: at for index in self._plan.accesses[at].chunks if index in self._first_use})
+        first_use = {i: at for at in reversed(range(self._per_batch)) for i in self._plan.accesses[at].chunks}
+        self._first_use = {index: first_use.get(index, self.per_step) for index in trained}
         self._pieces = _pieces(work, trained)
         staged = (piece.staged for parts in self._pieces.values() for piece in parts)
         self.graph.fluid.buffer = SLOTS * max(staged, default=0)

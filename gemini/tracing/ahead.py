@@ -174,8 +174,7 @@ def _grouped_mm_of_any_dtype(func: Any, args: Any, kwargs: Any) -> Any:
     """The shape check in torch knows bf16 only; CPUs, and CUDA since torch 2.10, take fp32 and fp16 as well."""
     first, second, *rest = args
     dtype = kwargs.pop("out_dtype", None) or first.dtype
-    out = func(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **kwargs)
-    return out.to(dtype)
+    return func(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **kwargs).to(dtype)
 
 
 def trace(

@@ -192,9 +192,7 @@ class Meter(TorchDispatchMode):
                 at = tensor.storage_offset()
                 counts.read.update(index for start, stop, index in params if len(params) == 1 or start <= at < stop)
             touched += min(tensor.numel() * tensor.itemsize, storage.nbytes())
-        for tensor in results:
-            touched += tensor.numel() * tensor.itemsize
-        counts.touched += touched
+        counts.touched += touched + sum(tensor.numel() * tensor.itemsize for tensor in results)
         counts.num_ops += 1
         flops = flops_of(func, args, kwargs, out)
         if flops:
@@ -453,9 +451,8 @@ def _attention_on_cuda(
     fits = fits and key.shape[1] == query.shape[1] and not (gap or of_values % 8)
     if fits and query.dtype is not torch.float64:
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
-        keeps = torch.is_grad_enabled()
         return _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
+            query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
         )[0]
     return _aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
@@ -465,8 +462,7 @@ def _attention_on_cuda(
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask as memory-efficient attention takes it: numbers, in rows that start at multiples of 16 elements."""
     if mask.dtype is torch.bool:
-        numbers = torch.full(mask.shape, float("-inf"), dtype=query.dtype)
-        mask = numbers.masked_fill_(mask, 0.0)
+        mask = torch.full(mask.shape, float("-inf"), dtype=query.dtype).masked_fill_(mask, 0.0)
     columns = mask.shape[-1]
     if columns % 16 and columns > 1:
         mask = functional.pad(mask, (0, -columns % 16))[..., :columns]

@@ -188,10 +188,8 @@ class Observer:
         self.saved.close()
 
     def _attach_to(self, path: str, module: nn.Module, params: tuple[int, ...]) -> None:
-        root = module is self.model
-
         def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if root and not self._calls.running and torch._C._current_graph_task_id() == -1:
+            if module is self.model and not self._calls.running and torch._C._current_graph_task_id() == -1:
                 self._begin_forward(args, kwargs)
             self._begin_call(path, module, params)
 
@@ -364,10 +362,9 @@ class Observer:
 
     def _cut(self, key: Any) -> None:
         """End the moment that runs. What stands between two boundaries without an operation is no moment."""
-        now = self.now()
         step = self.step
         step.keys.append(key)
-        step.times.append(max(0.0, now - self._since - self._away))
+        step.times.append(max(0.0, self.now() - self._since - self._away))
         step.moment_at.append(self._close() if self.meter is not None else None)
         self._away, self._since = 0.0, self.now()
 

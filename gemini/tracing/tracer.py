@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -163,10 +164,7 @@ def seconds_of_moments(step: ObservedStep, later: list[list[float]]) -> list[flo
         owners = list(range(len(times)))
     else:
         times = [statistics.median(run) for run in zip(*later, strict=True)]
-        owners, at = [], 0
-        for key in step.keys:
-            owners.append(at)
-            at += key is not None
+        *owners, _ = accumulate((key is not None for key in step.keys), initial=0)
     used: set[int] = set()
     last = 0
     for moment, owner in zip(step.moment_at, owners, strict=True):
