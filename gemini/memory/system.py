@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -30,10 +31,8 @@ def memory_limit(process: Path = Path("/proc/self/cgroup"), groups: Path = _GROU
     # The machine's memory among them: a limit that is larger is none (version 1 writes a huge number for "max").
     limits = [psutil.virtual_memory().total]
     for file in _limit_files(process, groups):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or the word "max"
             limits.append(int(file.read_text()))
-        except (OSError, ValueError):  # no such file, or the word "max"
-            continue
     return min(limits) if min(limits) < limits[0] else None
 
 

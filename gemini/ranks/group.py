@@ -6,6 +6,7 @@ so that messages of the user and of Gemini never meet.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -329,10 +330,8 @@ def _collective(ranks: list[int]) -> dist.ProcessGroup:
 def _timeout(group: dist.ProcessGroup) -> Any:
     """How long the user's own group waits; None (torch's default) where torch does not tell."""
     for device in ("cpu", "cuda"):
-        try:
+        with contextlib.suppress(AttributeError, RuntimeError):
             return group._get_backend(torch.device(device)).options._timeout  # type: ignore[attr-defined]
-        except (AttributeError, RuntimeError):
-            continue
     return None
 
 

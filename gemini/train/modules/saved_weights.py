@@ -152,9 +152,8 @@ class SavedWeights:
         """Pop hooks that a forward has left open which an interrupt ended: other models would save by them. The model
         ends; graphs may still refer to this.
         """
-        while (there := _hooks._top_saved_tensors_default_hooks(False)) and getattr(
-            there[0], "_gemini_of", None
-        ) is self:
+        top = _hooks._top_saved_tensors_default_hooks
+        while (there := top(False)) and getattr(there[0], "_gemini_of", None) is self:
             _hooks._pop_saved_tensors_default_hooks()
         self._manager = None
 

@@ -105,9 +105,8 @@ class Guess:
             # Kept meanwhile: nobody will undo it, and its memory was given back.
             if not self.is_kept:
                 # The spill file writes from aligned memory alone.
-                copy = (
-                    host_bytes(old.nbytes).view(old.dtype).copy_(old) if isinstance(plane, FilePlane) else old.clone()
-                )
+                in_file = isinstance(plane, FilePlane)
+                copy = host_bytes(old.nbytes).view(old.dtype).copy_(old) if in_file else old.clone()
                 self._old.append((plane, start, stop, copy))
 
     def bring_home(self, home: torch.Tensor, new: torch.Tensor) -> None:
