@@ -209,8 +209,7 @@ def _played(
     refused = list[tuple[MeshSizes, int, BudgetExceeded]]()
     unsuited: ValueError | None = None
     for sizes, micro_batches, least in candidates:
-        is_decided = len(found) > RUNNERS_UP and least > found[RUNNERS_UP].step_seconds
-        if is_decided or len(found) == MOST_PLAYED:
+        if len(found) == MOST_PLAYED or (len(found) > RUNNERS_UP and least > found[RUNNERS_UP].step_seconds):
             break
         try:
             found.append(over.play(sizes, micro_batches, each_kind=each_kind))

@@ -278,8 +278,7 @@ def step_of(plan: Plan, rows: int, path: str) -> dict[str, Any]:
             f"--plan {path} is of {counted(sizes[0], 'row')} at a time, and here each example is {rows}: plan a "
             f"multiple of that, --batch-size {sizes[0] + 1}."
         )
-    step = {"per_device_train_batch_size": sizes[0] // rows, "max_length": sizes[1]} if len(sizes) == 2 else {}
-    return step | {
+    return ({"per_device_train_batch_size": sizes[0] // rows, "max_length": sizes[1]} if len(sizes) == 2 else {}) | {
         "gradient_accumulation_steps": plan.accumulate * plan.trace.micro_batches,
         "order": "bfs" if plan.trace.micro_batches > 1 else "dfs",
         "gradient_checkpointing": bool(trace.checkpointing),

@@ -157,12 +157,11 @@ class Plan(Document, kind="plan"):
 
     def __str__(self) -> str:
         """Bytes that each tier holds, against the budgets."""
-        held = self.held
         lines = [f"{self.trace.model}, {self.trace.num_params:,} params: {self.bytes_per_param:.2f} bytes each"]
         for tier, used in self.bytes_per_tier.items():
             lines.append(
                 f"{tier.value:<5}{human_bytes(used):>11} of {human_bytes(self.problem.budgets[tier]):>10}  "
-                f"{listed(held.get(tier, {}))}"
+                f"{listed(self.held.get(tier, {}))}"
             )
         on_gpu = sum(self.update_tier(i) is Tier.GPU for i, c in enumerate(self.layout.chunks) if c.trainable)
         trained = sum(chunk.trainable for chunk in self.layout.chunks)

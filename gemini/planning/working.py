@@ -136,8 +136,7 @@ def allocator_bytes(rule: RuleSpec, capability: tuple[int, int] = (9, 0), worksp
 
 def beside_bytes(target: str, compute: Tier, rule: RuleSpec) -> int:
     """Bytes of a GPU's budget that nothing managed can have, before a device is there to be asked: at most."""
-    is_on_gpu = target == "cuda" and compute is Tier.GPU
-    return CUDA_CONTEXT + CUDA_KERNELS + allocator_bytes(rule) if is_on_gpu else 0
+    return CUDA_CONTEXT + CUDA_KERNELS + allocator_bytes(rule) if target == "cuda" and compute is Tier.GPU else 0
 
 
 def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
