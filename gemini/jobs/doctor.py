@@ -224,6 +224,7 @@ def _store(directory: Path) -> Iterator[str]:
     if (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence) and damaged:
         yield "the run has overwritten it since. Ask again when the run has ended"
     elif damaged:
-        raise StorageError("\n  ".join((f"{len(damaged)} damaged", *damaged)))
+        places = "\n  ".join(damaged)
+        raise StorageError(f"{len(damaged)} damaged\n  {places}")
     else:
         yield "all of it is what was written"
