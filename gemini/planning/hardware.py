@@ -201,8 +201,7 @@ def _with_sizes(hardware: Hardware, sizes: list[str]) -> Hardware:
     for asked in sizes:
         tier, _, size = asked.partition("=")
         try:
-            figure = f"{Tier(tier.strip()).value}_bytes"
-            hardware = hardware.with_figures("as given", **{figure: parse_bytes(size)})
+            hardware = hardware.with_figures("as given", **{f"{Tier(tier.strip()).value}_bytes": parse_bytes(size)})
         except ValueError:
             raise PlanMismatch(
                 f"{hardware.name},{asked}: behind a machine stands what it has of gpu, cpu or nvme, such as "

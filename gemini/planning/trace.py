@@ -521,5 +521,4 @@ def tile_tokens_for(tokens: int, vocabulary: int, hidden: int) -> int:
     """
     least, most = TILES
     wanted = min(max(least, -(-12 * vocabulary // (16 * hidden))), most)
-    tiles = 1 << (wanted - 1).bit_length()
-    return max(LEAST_TILE, -(-tokens // tiles))
+    return max(LEAST_TILE, -(-tokens // (1 << (wanted - 1).bit_length())))
