@@ -55,7 +55,7 @@ size_t probe_width(int64_t n) {
 PYBIND11_MODULE(_C, m) {
     using nogil = py::call_guard<py::gil_scoped_release>;
     // Raised when a signature below changes: a library left over from another version is then refused, not misused.
-    m.attr("INTERFACE") = 9;
+    m.attr("INTERFACE") = 10;
 
     py::register_exception_translator([](std::exception_ptr thrown) {
         try {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gemini.interrupts import WHOLE
 
-_INTERFACE = 9  # of the signatures in csrc/bindings.cpp, and of the bits
+_INTERFACE = 10  # of the signatures in csrc/bindings.cpp, and of the bits
 
 
 def load() -> tuple[Any, str | None]:
