@@ -331,13 +331,14 @@ def _sequences(way: Way) -> int:
 
 def _ways(way: Way, sequences: int) -> Iterator[tuple[Way, int]]:
     """Those that fit, as far as that is known without planning them, each with the blocks that it may keep."""
-    if way.settings.kernels == "auto":
-        yield from _ways(way.changed(kernels=None), sequences)
-        with suppress(JobError):  # of a model that they are not for
-            yield from _ways(way.changed(kernels="liger", tile_tokens=None), sequences)
-        return
     asked = way.settings
-    one: dict[str, Any] = {"batch_size": 1} | ({"tile_tokens": None} if asked.tile_tokens == "auto" else {})
+    no_tiles: dict[str, Any] = {"tile_tokens": None} if asked.tile_tokens == "auto" else {}
+    if asked.kernels == "auto":
+        yield from _ways(way.changed(kernels=None), sequences)
+        with suppress(JobError):  # of a model that they are not for, and with tiles that were asked for
+            yield from _ways(way.changed(kernels="liger", **no_tiles), sequences)
+        return
+    one: dict[str, Any] = {"batch_size": 1} | no_tiles
     is_open = way.machine.hardware is not None and not asked.gradient_checkpointing
     keeps = way.machine.hardware is not None and asked.kept_blocks in (None, "auto")
     for checkpointing in (True, False) if is_open else (asked.gradient_checkpointing,):

@@ -428,6 +428,8 @@ def test_kernels_that_may_be_are_compared_with_none(gemini_command: Command, tmp
     AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=64).save_pretrained(tmp_path / "gpt2")
     other = gemini_command.told("plan", tmp_path / "gpt2", *FASTEST, *more)
     assert other["kernels"] is None
+    tiled = gemini_command.told("plan", config, *FASTEST, *more, "--tile-tokens", 64)
+    assert tiled["kernels"] is None and tiled["tile_tokens"] == 64, "kernels are of layers without tiles"
     refused(gemini_command("plan", config, "--cpu", "2GiB", "--kernels", "auto"), "auto needs --fastest")
 
 

@@ -204,6 +204,24 @@ def test_two_optimizers_on_one_model(where: str, tmp_path: Path) -> None:
 # ---- the state: torch's form in and out, by name, copied, looked at and forgotten ------------------------------------
 
 
+@pytest.mark.parametrize("managed", [False, True])
+def test_what_a_program_keeps_in_the_state_is_saved_and_loaded(managed: bool, tmp_path: Path) -> None:
+    """Under keys that are no params, as torch's own optimizers give it back."""
+
+    def begun() -> gemini.HybridAdam:
+        model: Any = wrap(Blocks(), "cpu", tmp_path) if managed else nn.Linear(4, 4)
+        made.append(model)
+        return gemini.HybridAdam(model.parameters())
+
+    made: list[Any] = []
+    optimizer, other = begun(), begun()
+    optimizer.state["epoch"], optimizer.state["seen"] = 3, {"tokens": 5}
+    saved = optimizer.state_dict()
+    assert saved["state"] == {"epoch": 3, "seen": {"tokens": 5}}
+    other.load_state_dict(saved)
+    assert other.state_dict()["state"] == saved["state"]
+
+
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_state_dict_has_torchs_form_and_keeps_fp32(precision: str, where: str, tmp_path: Path) -> None:

@@ -183,6 +183,19 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
         managed(WithMlp("mixes"))(x)
     with pytest.raises(gemini.GeminiError, match=r"'mlp' \(Mixes\) gives a token another result"):
         managed(WithMlp("mixes"))(noise(1, 9, 16))
+    small, zero = WithMlp("mixes"), WithMlp("mixes")
+    with torch.no_grad():
+        for factor, down in ((1e-3, small.mlp.down), (0.0, zero.mlp.down)):
+            down.weight.mul_(factor)
+            down.bias.zero_()
+    with pytest.raises(gemini.GeminiError, match=r"'mlp' \(Mixes\) gives a token another result"):
+        managed(small)(x)
+    zero = managed(zero)
+    zero(x)  # every token has the same until there are weights
+    with torch.no_grad():
+        zero.mlp.down.weight.fill_(1e-3)
+    with pytest.raises(gemini.GeminiError, match=r"'mlp' \(Mixes\) gives a token another result"):
+        zero(x)
     assert torch.equal(managed(WithMlp("tuple"))(x), WithMlp("tuple").bfloat16()(x))
     with pytest.raises(gemini.GeminiError, match="neither an MLP .* nor an output head.*Leave tile_tokens out"):
         managed(Blocks())

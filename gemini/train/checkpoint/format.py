@@ -389,12 +389,8 @@ def _encode_tensor(value: torch.Tensor, tensors: list[torch.Tensor], where: str)
         plain = value.detach().as_subclass(torch.Tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
         if plain.numel() and not plain.untyped_storage().data_ptr():  # it only looks like a tensor
             raise TypeError
-        number = len(tensors)
-        if plain.dtype in STORED_DTYPES:
-            tensors.append(plain)
-            return {_TENSOR: number}
-        # As bytes, with dtype and shape beside them.
-        tensors.append(plain.view(-1).view(torch.uint8))
+        has_name = plain.dtype in STORED_DTYPES
+        tensors.append(plain if has_name else plain.view(-1).view(torch.uint8))
     except GeminiError:  # a managed param: it says how it can be read
         raise
     except (TypeError, RuntimeError) as e:
@@ -404,7 +400,8 @@ def _encode_tensor(value: torch.Tensor, tensors: list[torch.Tensor], where: str)
             f"{where} is a {kind} ({what.removeprefix('torch.')}), which a checkpoint cannot keep: use an ordinary "
             "dense tensor, .to_dense() or .dequantize() for example"
         ) from e
-    return {_TENSOR: number, _DTYPE: str(plain.dtype).removeprefix("torch."), _SHAPE: list(plain.shape)}
+    beside = {} if has_name else {_DTYPE: str(plain.dtype).removeprefix("torch."), _SHAPE: list(plain.shape)}
+    return {_TENSOR: len(tensors) - 1, **beside}
 
 
 def decode(data: Any, tensors: Sequence[torch.Tensor]) -> Any:

@@ -280,20 +280,19 @@ class HybridOptimizer(torch.optim.Optimizer):
         hooks = self._optimizer_state_dict_post_hooks
         with replaced(self, "_optimizer_state_dict_post_hooks", {}):
             result = super().state_dict()
-        for number, state in result["state"].items():  # a copy: these are the states themselves
-            result["state"][number] = {
-                name: states_of.shown(self.rule, name, value)
-                for name, value in state.items()
-                if name != states_of.BEFORE
-            }
         listed = isinstance(self.state, states_of.States) and self.state.listed
         for index, param in enumerate(params_of(self)):
             handle = handle_of(param)
             if handle is not None and (handle.num_steps or listed and handle.chunk.trained):
                 found = result["state"][index] = states_of.read_state(handle)
                 found |= states_of.read_state(handle, RESIDUAL_OF) if "residual" in found else {}
-            elif "residual" in result["state"].get(index, {}):
-                result["state"][index].setdefault(RESIDUAL_OF, states_of.sum_of_plain(param))
+            elif index in result["state"]:  # a copy: these are the states themselves
+                state = dict(result["state"][index])
+                state.pop(states_of.BEFORE, None)
+                found = {name: states_of.shown(self.rule, name, value) for name, value in state.items()}
+                if "residual" in found:
+                    found.setdefault(RESIDUAL_OF, states_of.sum_of_plain(param))
+                result["state"][index] = found
         return self._changed_by(hooks.values(), result)  # which see all of it, as in torch
 
     def _changed_by(self, hooks: Iterable[Callable[..., Any]], state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -339,7 +338,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 self.rule.check_group({**mine, **group}, what := f"group {number} of the loaded state")
                 if self.rule == rules.ADAM:
                     states_of.check_decay(group, mine, what)
-            keys = chain.from_iterable(group["params"] for group in saved)
+            keys = [*chain.from_iterable(group["params"] for group in saved)]
             states = [dict(state_dict["state"].get(key, {})) for key in keys]
         # The last look before the first change: ranks with other states go on as they were.
         if owner is not None:
@@ -355,6 +354,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                     self.state[param] = states_of.plain_state(self.rule.spec, param, state, self.state.get(param, {}))
                 else:
                     self.state.pop(param, None)
+            # What the program keeps under keys of its own stays as it is, as in torch.
+            self.state.update({key: state_dict["state"][key] for key in state_dict["state"].keys() - keys})
             for group, loaded in zip(self.param_groups, groups, strict=True):
                 group.update(loaded)
 

@@ -107,10 +107,8 @@ class Updates:
         updates = [update_of(self._mover, self._rules, self._chunks[index], own) for index, own in params.items()]
         ordered = sorted(updates, key=lambda update: update.chunk.first_use)
         jobs, now = list[UpdateJob](), list[ChunkUpdate]()
-        kept = {update.chunk.spec.index for update in ordered if self._keep(update)}  # and all others are told to end
-        for update in ordered:
-            if update.chunk.spec.index in kept:
-                continue
+        # All guesses that are not kept are told to end before one of them is waited for.
+        for update in [update for update in ordered if not self._keep(update)]:
             if self._can_overlap(update):
                 self.wait(update.chunk)  # another optimizer's part of it
                 jobs.append(self._job(update))
@@ -124,8 +122,7 @@ class Updates:
             self._put(jobs)
         # Behind the jobs: the worker reads and updates beside these.
         for update in now:
-            if self.pending:
-                self.wait(update.chunk)
+            self.wait(update.chunk)
             self._update_now(update, stop, factor)
         if self._moves:
             # Last: it waits for the updates of chunks that the program looks at.
