@@ -122,7 +122,8 @@ class Updates:
             self._put(jobs)
         # Behind the jobs: the worker reads and updates beside these.
         for update in now:
-            self.wait(update.chunk)
+            if self.pending:
+                self.wait(update.chunk)
             self._update_now(update, stop, factor)
         if self._moves:
             # Last: it waits for the updates of chunks that the program looks at.
