@@ -287,8 +287,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 found = result["state"][index] = states_of.read_state(handle)
                 found |= states_of.read_state(handle, RESIDUAL_OF) if "residual" in found else {}
             elif index in result["state"]:  # a copy: these are the states themselves
-                state = result["state"][index]
-                found = {name: states_of.shown(self.rule, name, value) for name, value in state.items()}
+                found = {name: states_of.shown(self.rule, name, v) for name, v in result["state"][index].items()}
                 found.pop(states_of.BEFORE, None)
                 if "residual" in found:
                     found.setdefault(RESIDUAL_OF, states_of.sum_of_plain(param))
