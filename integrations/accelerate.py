@@ -43,8 +43,8 @@ try:
     from accelerate.utils import DistributedType, recursively_apply
 except ImportError as e:
     raise ImportError(
-        f"the integrations of Trainer and Accelerate need accelerate 1.1 or newer ({e}), part of the extra 'trainer' "
-        "of Gemini: pip install 'accelerate>=1.1'",
+        f"the integrations of Trainer and Accelerate need accelerate 1.12 or newer ({e}), part of the extra 'trainer' "
+        "of Gemini: pip install 'accelerate>=1.12'",
         name="accelerate",
     ) from e
 

@@ -42,8 +42,8 @@ try:
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as e:
     raise ImportError(
-        f"gemini.integrations.huggingface needs transformers 5.0 and accelerate 1.1 or newer ({e}), the extra "
-        "'trainer' of Gemini: pip install 'transformers>=5.0' 'accelerate>=1.1'",
+        f"gemini.integrations.huggingface needs transformers 5.0 and accelerate 1.12 or newer ({e}), the extra "
+        "'trainer' of Gemini: pip install 'transformers>=5.0' 'accelerate>=1.12'",
         name="transformers",
     ) from e
 

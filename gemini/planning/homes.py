@@ -58,10 +58,10 @@ def cheapest_homes(
             used[DRIVE] = used.get(DRIVE, 0) + 2 * sum(problem.durable_bytes(index).values())
         # What chunks of layers that are alike can choose is the same: only how many of them choose it is asked for.
         chunk = problem.layout.chunks[index]
-        own = replace(chunk, index=0, slots=()), *(slot.numel for slot in chunk.slots), fetches[index], *sizes.items()
-        alike[own].append(index)
-    every = [(own, of_chunks.of(own[0], streaming=streaming)) for own in alike.values()]
-    choices = [choice._replace(chunks=own) for own, of_first in every for choice in of_first]
+        key = replace(chunk, index=0, slots=()), *(slot.numel for slot in chunk.slots), fetches[index], *sizes.items()
+        alike[key].append(index)
+    every = [(indices, of_chunks.of(indices[0], streaming=streaming)) for indices in alike.values()]
+    choices = [choice._replace(chunks=indices) for indices, of_first in every for choice in of_first]
     chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
     if chosen is None:
         return None
