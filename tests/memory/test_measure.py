@@ -138,7 +138,7 @@ def test_the_figures_of_a_gpu_with_the_cpu_in_its_place() -> None:
 
 def test_a_gpu_that_is_not_the_current_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited, device = list[Any](), torch.device("cuda", 1)
-    card = SimpleNamespace(name="a card", total_memory=2**30, multi_processor_count=1)
+    card = SimpleNamespace(name="a card", total_memory=2**30, multi_processor_count=1, major=8, minor=0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

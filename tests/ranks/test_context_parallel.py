@@ -205,4 +205,4 @@ def wrong_trace(context_parallel: int) -> None:
 
 def test_a_trace_of_other_parts_is_refused(pool_of: Pools) -> None:
     for text in failures(pool_of(2).outcomes(wrong_trace, 4), "PlanMismatch"):
-        assert "the mesh has cp=2" in text
+        assert "the trace has context_parallel=4, and this run has 2" in text
