@@ -63,16 +63,16 @@ def open_data(kind: str, script: Any, mixture: Any, args: Any) -> tuple[Any, Any
             parts = found[train].train_test_split(test_size=size if size < 1 else int(size), seed=args.seed)
             found |= {train: parts["train"], test: parts["test"]}
     evaluates = args.eval_on_start or args.eval_strategy != "no"
+    forms = (*_COLUMNS.get(kind, ()), *([args.dataset_text_field] if kind == "sft" else []))
     for split in (train, test) if evaluates else (train,):
         if split not in found:
             remedy = " --test_split_size 0.05 takes one, --dataset_test_split names another." if split == test else ""
             raise JobError(f"{asked}: there is no split {split!r}, but {', '.join(found)}.{remedy}")
-    rows = found[train]
-    if hasattr(rows, "__len__") and (not len(rows) or (is_text(name) and not any(rows["text"]))):
-        raise JobError(f"{asked}: there is nothing in it to learn.")
-    forms = (*_COLUMNS.get(kind, ()), *([args.dataset_text_field] if kind == "sft" else []))
-    _check_columns(rows.column_names or (), forms, f"{asked}: gemini {kind}")
-    return rows, found[test] if evaluates else None
+        rows, where = found[split], asked if split == train else f"{asked}, split {split!r}"
+        if hasattr(rows, "__len__") and (not len(rows) or (is_text(name) and not any(rows["text"]))):
+            raise JobError(f"{where}: there is nothing in it to {'learn' if split == train else 'evaluate on'}.")
+        _check_columns(rows.column_names or (), forms, f"{where}: gemini {kind}")
+    return found[train], found[test] if evaluates else None
 
 
 def _check_columns(columns: Sequence[str], forms: Sequence[str], who: str) -> None:

@@ -5,6 +5,7 @@ model that cannot fit: with the missing bytes and the cheapest change that would
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -217,26 +218,21 @@ class Problem:
         some plane cannot be worked on in place (on an accelerator that is always possible: reads by name), some update
         is streamed through the GPU.
         """
-        taken: dict[Tier, dict[str, int]] = {self.compute: {"context": self.beside, "activations": self.activations}}
-
-        def take(tier: Tier, what: str, num_bytes: int) -> None:
-            taken.setdefault(tier, {})[what] = num_bytes
-
+        taken = defaultdict[Tier, dict[str, int]](dict)
+        taken[self.compute] = {"context": self.beside, "activations": self.activations}
         if gathers or self.others:
-            take(self.compute, "windows", self.for_windows(gathers=gathers))
-        take(self.compute, "gradients in flight", self.in_flight)
-        take(self.compute, "activations in flight", self.flights)
+            taken[self.compute]["windows"] = self.for_windows(gathers=gathers)
+        taken[self.compute] |= {"gradients in flight": self.in_flight, "activations in flight": self.flights}
         if streams:
-            take(Tier.GPU, "staging", self.device_staging)
+            taken[Tier.GPU]["staging"] = self.device_staging
         if stages or gathers or self.durable or self.compute is Tier.GPU:  # what is committed from memory is staged
-            take(Tier.CPU, "staging", self.staging)
-        take(Tier.CPU, "exchange", self.exchange)
-        take(Tier.CPU, "factors", self.factors)
+            taken[Tier.CPU]["staging"] = self.staging
+        taken[Tier.CPU] |= {"exchange": self.exchange, "factors": self.factors}
         for tier in {Tier.CPU, self.compute}:
-            take(tier, "temporaries", self.temporaries)
+            taken[tier]["temporaries"] = self.temporaries
         if self.offload_to is not None:
-            take(self.offload_to, "saved activations", self.offloaded)
-        return taken
+            taken[self.offload_to]["saved activations"] = self.offloaded
+        return dict(taken)
 
     def spoken_for(self, *, gathers: bool = True, stages: bool = True, streams: bool = False) -> dict[Tier, int]:
         """Bytes per tier that no plane may take: the sums of :meth:`spoken_for_by_name`."""
@@ -428,9 +424,12 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
     if budgets.get(compute, 0) < floor:
         roomy = replace(problem, budgets={**budgets, compute: floor, DRIVE: 2**62})
         needed = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))
-        on_disk, on_cpu = needed.get(DRIVE, 0), needed[Tier.CPU]
-        host = f" and the cpu budget to {at_least(Tier.CPU, on_cpu)}" if on_cpu > roomy.budgets.get(Tier.CPU, 0) else ""
-        disk = "" if on_disk <= budgets.get(DRIVE, 0) else f", with nvme_path= and nvme={at_least(DRIVE, on_disk)}"
+        floor = max(floor, needed[compute])  # where that is host memory, what no file holds is there as well
+        more = {
+            tier: at_least(tier, n) for tier, n in needed.items() if tier is not compute and n > budgets.get(tier, 0)
+        }
+        host = f" and the cpu budget to {more[Tier.CPU]}" if Tier.CPU in more else ""
+        disk = f", with nvme_path= and nvme={more[DRIVE]}" if DRIVE in more else ""
         largest = max(problem.window_bytes(i) for i in range(len(problem.layout.chunks)))
         context = f" beside the {human_bytes(problem.beside)} of a CUDA context" if problem.beside else ""
         return (

@@ -316,7 +316,8 @@ class _FakeStep(NamedTuple):
     def prepared(self) -> Iterator[_Prepared]:
         """Make the fake model that this rank has, and its part of the batch."""
         model, mode, (number, slices) = self.model, FakeTensorMode(allow_non_fake_inputs=True), self.over
-        with generators_kept(), nothing_collected(), mode:
+        # Wherever it is asked for: under no_grad(), or where a model is made on the meta device.
+        with torch.inference_mode(False), torch.device("cpu"), generators_kept(), nothing_collected(), mode:
             fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, self.model_class)
             if not isinstance(self.batch, Mapping):
                 raise ValueError(f"a batch has the arguments of forward by name; got a {type(self.batch).__name__}")

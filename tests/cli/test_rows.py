@@ -222,6 +222,33 @@ def test_rows_of_several_datasets_are_refused_by_their_name(monkeypatch: pytest.
         parts.open_data("sft", script, mixture, args)
 
 
+@pytest.mark.parametrize(
+    ("says", "held_out"),
+    {
+        "^--dataset_name some, split 'test': gemini sft learns from the columns .*, and there are question": ["1+1"],
+        "^--dataset_name some, split 'test': there is nothing in it to evaluate on": [],
+    }.items(),
+)
+def test_rows_to_evaluate_on_are_looked_at_too(says: str, held_out: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        "train": datasets.Dataset.from_dict({"text": ["some"]}),
+        "test": datasets.Dataset.from_dict({"question": held_out}),
+    }
+    monkeypatch.setattr(parts.datasets, "load_dataset", lambda *_, **__: datasets.DatasetDict(rows))
+    script = SimpleNamespace(
+        dataset_name="some",
+        dataset_train_split="train",
+        dataset_test_split="test",
+        dataset_streaming=False,
+        dataset_config=None,
+    )
+    args = SimpleNamespace(eval_on_start=False, eval_strategy="steps", seed=0, dataset_text_field="text")
+    with pytest.raises(JobError, match=says):
+        parts.open_data("sft", script, trl.DatasetMixtureConfig(), args)
+    args.eval_strategy = "no"
+    assert parts.open_data("sft", script, trl.DatasetMixtureConfig(), args)[1] is None
+
+
 def test_rows_of_several_datasets_are_held_out_by_the_seed(chats: Path) -> None:
     """The same ones in every process, and when a run goes on, whatever the split is called."""
     mixture = trl.DatasetMixtureConfig(

@@ -192,6 +192,17 @@ def test_what_a_refusal_says_is_enough() -> None:
     assert refused > 8
 
 
+def test_a_refusal_names_each_budget_once() -> None:
+    """Scales of compact states stay in host memory, which computes here: one figure has them and the rest."""
+    trace = decoder_trace(hidden=128, layers=4, tokens=64)
+    for there in ({CPU: 1000}, {CPU: 1000, NVME: 2**40}):
+        with pytest.raises(BudgetExceeded) as refused:
+            plan(trace, None, there, states="compact")
+        said = re.findall(r"cpu budget to (?:at least )?([0-9.]+ \w+)|nvme=([0-9.]+ \w+)", str(refused.value))
+        assert [bool(of_cpu) for of_cpu, _ in said] == [True, *([] if NVME in there else [False])], refused.value
+        plan(trace, None, {NVME: parse_bytes(said[-1][1] or "1TiB"), CPU: parse_bytes(said[0][0])}, states="compact")
+
+
 def test_refusals_say_what_to_do() -> None:
     with pytest.raises(BudgetExceeded, match="Cheapest change: raise the cpu budget to at least"):
         plan(SMALL, None, {CPU: 1000, NVME: 2**40})

@@ -1,6 +1,8 @@
 """A trace made ahead of time is the one that a real step records: same moments, same params, same bytes."""
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -124,6 +126,16 @@ def test_a_config_gives_the_trace_of_its_model() -> None:
     assert of_config.batch == {"input_ids": (2, 12), "labels": (2, 12)}
     flops = 6 * 24 * (of_config.num_params - VOCAB * 32)  # the embedding multiplies nothing
     assert flops < of_config.flops < 1.1 * flops  # and attention
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_it_is_the_same_wherever_it_is_asked_for(around: Callable[[], AbstractContextManager[Any]]) -> None:
+    """As where a model is made: ``with torch.device("meta"): model = ...; trace = gemini.trace(model, batch)``."""
+    model, inputs = make_model("llama"), batch()
+    of_config, of_model = gemini.trace(model.config, inputs), gemini.trace(model, inputs)
+    with around():
+        assert gemini.trace(model.config, inputs) == of_config
+        assert gemini.trace(model, inputs) == of_model
 
 
 def test_products_are_kept_by_their_shapes_and_attention_apart() -> None:
