@@ -425,11 +425,9 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
         roomy = replace(problem, budgets={**budgets, compute: floor, DRIVE: 2**62})
         needed = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))
         floor = max(floor, needed[compute])  # where that is host memory, what no file holds is there as well
-        more = {
-            tier: at_least(tier, n) for tier, n in needed.items() if tier is not compute and n > budgets.get(tier, 0)
-        }
-        host = f" and the cpu budget to {more[Tier.CPU]}" if Tier.CPU in more else ""
-        disk = f", with nvme_path= and nvme={more[DRIVE]}" if DRIVE in more else ""
+        short = [tier for tier, n in needed.items() if tier is not compute and n > budgets.get(tier, 0)]
+        host = f" and the cpu budget to {at_least(Tier.CPU, needed[Tier.CPU])}" if Tier.CPU in short else ""
+        disk = f", with nvme_path= and nvme={at_least(DRIVE, needed[DRIVE])}" if DRIVE in short else ""
         largest = max(problem.window_bytes(i) for i in range(len(problem.layout.chunks)))
         context = f" beside the {human_bytes(problem.beside)} of a CUDA context" if problem.beside else ""
         return (
