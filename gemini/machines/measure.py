@@ -111,8 +111,11 @@ def _product(size: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
 
 
 _KINDS = {
-    "bf16": torch.bfloat16, "fp32": torch.float32, "fp16_accumulation": torch.float16, "float8": torch.float8_e4m3fn,
-}  # fmt: skip
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16_accumulation": torch.float16,
+    "float8": torch.float8_e4m3fn,
+}
 """Of products, by the end of their figures' names."""
 
 

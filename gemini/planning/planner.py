@@ -281,7 +281,9 @@ def pose_problem(
         rule=rule,
         beside=working.beside_bytes(trace.target, compute, rule) if others is None else 0,
         others=gathered,
-        factors=sum(factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable),
+        factors=sum(
+            factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable and rule.factors
+        ),
     )
 
 

@@ -74,7 +74,8 @@ def _attach_parts(structure: Structure, passes: Owner, hooks: list[Any], waits: 
         is_around = bool(keep) or (entrance and id(module) in structure.holders)
         if module is not model and (chunks or rewritten or is_around):
             # What it writes to in place must be updated first, or the update would overwrite what it wrote.
-            resident += resident_chunks(rewritten)
+            if rewritten:
+                resident += resident_chunks(rewritten)
             pre, post = _pre(ref, chunks, resident, keep, is_entrance=entrance), _post(ref)
             if chunks or not passes.store.moves:
                 # Most hooks have nothing to do: those return at one look.
