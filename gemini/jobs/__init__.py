@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from gemini.errors import GeminiError
 
 # PEFT imports it where it is installed, and on a CPU it tells each process of kernels that nobody asked for.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+for _package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # the last one of classes that torchao registers
+    logging.getLogger(_package).setLevel(logging.ERROR)
 
 REFUSED, BROKEN = 2, 1
 
