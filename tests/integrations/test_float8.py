@@ -162,6 +162,22 @@ def test_the_model_is_as_it_was_afterwards(end: str, tmp_path: Path) -> None:
     assert {name: set(module.__dict__) for name, module in layers.items()} == before
 
 
+def test_what_torchao_refuses_leaves_every_layer_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[nn.Module]()
+
+    def third_fails(like: nn.Module, **how: Any) -> nn.Module:
+        made.append(like)
+        if len(made) == 3:
+            raise RuntimeError("a layer that cannot be converted")
+        return convert_to_float8_training(like, **how)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr("torchao.float8.convert_to_float8_training", third_fails)
+    model = llama()
+    with pytest.raises(RuntimeError, match="a layer that cannot be converted"):
+        manage(model, tmp_path, **FLOAT8)
+    assert not of_float8(model) and len(made) == 3
+
+
 def test_what_stays_as_it_is(tmp_path: Path) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -215,8 +215,8 @@ class GradientStore:
         view, lost = self._views(chunk, start, stop)
         if view is not None or not handle.slot.numel:
             home = self.homes.away.get(chunk)
-            narrow = home if home is not None and home.dtype is torch.bfloat16 else None
-            return _GradPlace(view, lost, rounded=None if narrow is None else narrow.device_view(start, stop))
+            narrow = home.device_view(start, stop) if home and home.dtype is torch.bfloat16 else None
+            return _GradPlace(view, lost, rounded=narrow)
         place, *rest = [plane.host_view(start, stop) for plane in _grad_planes(chunk)]
         if place is None or None in rest:
             return _GradPlace()

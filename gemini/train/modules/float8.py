@@ -58,7 +58,7 @@ def compute_in_float8(layers: list[nn.Linear], device: str) -> Callable[[], None
             f"float8=True needs torchao, the extra 'float8' of Gemini: pip install torchao ({e})", name="torchao"
         ) from e
     on_cuda = device.startswith("cuda") and torch.cuda.is_available()
-    has_products = on_cuda and torch.cuda.get_device_capability() >= (8, 9)
+    has_products = on_cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     config, given = Float8LinearConfig(emulate=not has_products), dict[nn.Linear, list[str]]()
 
     def take_away() -> None:
@@ -67,9 +67,10 @@ def compute_in_float8(layers: list[nn.Linear], device: str) -> Callable[[], None
             for name in names:
                 layer.__dict__.pop(name, None)
 
-    for layer in layers:
-        like = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        made = convert_to_float8_training(like, config=config)
+    # All are made before any layer changes: what torchao refuses leaves the model as it was.
+    sizes = [(layer.in_features, layer.out_features) for layer in layers]
+    likes = [nn.Linear(*size, bias=False, device="meta") for size in sizes]
+    for layer, made in zip(layers, [convert_to_float8_training(like, config=config) for like in likes], strict=True):
         given[layer] = [name for name in made.__dict__ if name not in layer.__dict__]
         layer.__dict__.update({name: made.__dict__[name] for name in given[layer]})
         layer.__class__ = type(made)
